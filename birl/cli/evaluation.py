@@ -151,7 +151,7 @@ async def served(
             kv_cache_gb=config.engine.kv_cache_gb or 1.0,
             end_ids=reader.chat.end_ids,
             logs=Path(logs),
-            pictures=reader.chat.pictures.used if reader.chat.pictures else None,
+            pictures=reader.chat.pictures,
             vocabulary_digest=vocabulary_digest(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
         ),
     )

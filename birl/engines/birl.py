@@ -11,7 +11,7 @@ from birl.engines.wire import Remote
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
     limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
     result = Client(address, token, bucket_mb=wanted.bucket_mb, run=wanted.run, **limits)  # pyright: ignore
-    result.pictures = wanted.pictures
+    result.pictures = wanted.pictures.used if wanted.pictures else None
     return result
 
 

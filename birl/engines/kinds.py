@@ -19,7 +19,7 @@ from birl.errors import BirlError
 from birl.models.device import choose, visible
 from birl.named import module
 from birl.process import Process, answers
-from birl.text.pictures import Files
+from birl.text.pictures import Pictures
 
 MOST = 1024  # vLLM's own default on large GPUs
 #: this process's rank among the learner's, which a server would use as its own
@@ -33,8 +33,8 @@ class Wanted:
     `max_batch` of them. `volume`: folder that servers poll for new weights; empty: none. `vocabulary_digest`: of tokens
     and end tokens; `run`: identifies the run, which excludes other runs; empty for an evaluation, which changes no
     weights. `vocabulary`: tokens of the model; 0: unknown. `fraction`: of a GPU shared with the learner that is left to
-    the server; 0: not shared. `sequences`: concurrent requests of each server; 0: unknown. `pictures`: returns the
-    image files of a prompt, by digest, for a vision model."""
+    the server; 0: not shared. `sequences`: concurrent requests of each server; 0: unknown. `pictures`: those of
+    prompts, for a vision model."""
 
     folder: Path
     dtype: str
@@ -53,7 +53,7 @@ class Wanted:
     bucket_mb: int = 256
     fraction: float = 0.0
     sequences: int = 0
-    pictures: Files | None = None
+    pictures: Pictures | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

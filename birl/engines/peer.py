@@ -20,7 +20,7 @@ from birl.engines.wire import Info, fetch
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
 from birl.samples import Support
-from birl.text.pictures import is_picture
+from birl.text.pictures import Pictures, is_picture
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # concurrent requests; more are queued
@@ -103,6 +103,7 @@ class Adapter:
 
     name = ""  # name of the project
     anew = False  # a whole answer is recomputed if the weights change meanwhile
+    pictures: Pictures | None = None  # those of prompts, if the server takes them
 
     def __init__(
         self,
@@ -182,9 +183,9 @@ class Adapter:
         """Sample an answer. Raises `EngineDown`, and `BirlError` for requests that are rejected or unsupported."""
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
-        if is_picture(max(prompt_ids)):
+        if is_picture(max(prompt_ids)) and self.pictures is None:
             raise BirlError(
-                f"The prompt has a picture, but {self.name} takes tokens only: set engine.kind=embedded or birl."
+                f"The prompt has a picture, but {self.name} gets tokens only: set engine.kind=embedded, birl or vllm."
             )
         if not await self.let_in(params, session):
             return Completion.of((), (), (), Stop.ABORT)

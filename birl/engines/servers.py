@@ -218,7 +218,7 @@ def wanted(
         logs=run / "engines",
         method=method,
         volume=str(weights_folder(config, run)) if method == "volume" else "",
-        pictures=policy.chat.pictures.used if policy.chat.pictures else None,
+        pictures=policy.chat.pictures,
         vocabulary_digest=vocabulary_digest(policy.tokenizer.get_vocab(), policy.chat.end_ids),
         run=owner(config, run),
         vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore

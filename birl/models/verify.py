@@ -53,9 +53,10 @@ def prove(config: Any, device: torch.device, kind: type | None = None, dtype: to
     try:
         small = twin.twin(config, sees=kind is not None and hasattr(kind, "get_image_features"))
     except Exception as error:
+        unnamed = "Unrecognized configuration class" in str(error)
+        why = "transformers has no text-only class for it" if unnamed else first_line(error)
         raise BirlError(
-            f"birl cannot verify {config.model_type}: a small model of its config cannot be built "
-            f"({first_line(error)})."
+            f"birl cannot verify {config.model_type}: a small model of its config cannot be built ({why})."
         ) from error
     check_layers(small)
     if kind is not None and type(small) is not kind:

@@ -14,6 +14,7 @@ a whole picture; two ids, 56 bits of the digest, identify the file.
 
 import io
 import threading
+from base64 import b64encode
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import numpy as np
 
 from birl.errors import BirlError, first_line
 from birl.regular import write_whole
+from birl.text.parts import png
 from birl.types import Picture
 
 FIRST = 2**30  # above every token id of a vocabulary, and below 2**31
@@ -156,7 +158,7 @@ class Pictures:
                 "often than there are pictures. Remove it from the text."
             )
         whole = pieces[0] + "".join(one.text + piece for one, piece in zip(seen, pieces[1:], strict=True))
-        ids = list(self.tokenizer(whole, add_special_tokens=False).input_ids)
+        ids = self._ids(whole)
         places = [i for i, token in enumerate(ids) if token == self.id]
         own = [token for one in seen for token in one.ids]
         if len(places) != len(own):
@@ -175,6 +177,31 @@ class Pictures:
             for i, token in enumerate(ids)
             if token < FIRST or not i or ids[i - 1] < FIRST
         ]
+
+    def folded(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
+        """Ids of the vocabulary with `token` for each picture, as the chat template writes them, and the digests.
+        Raises `BirlError`."""
+        real, end = [self.id if is_picture(token) else token for token in ids], 0
+        mark, text, digests = self._ids(self.token), [], []
+        for span in self.spans(ids):
+            own = self._ids(span.picture.text)
+            first = span.places[0] - own.index(self.id)
+            if first < end or real[first : first + len(own)] != own:
+                raise BirlError(
+                    f"The tokens of picture {span.picture.digest} are merged with the text beside it, so they cannot "
+                    "be replaced by one: set engine.kind=embedded or birl."
+                )
+            text += [*real[end:first], *mark]
+            end = first + len(own)
+            digests.append(span.picture.digest)
+        return [*text, *real[end:]], digests
+
+    def png(self, digest: str) -> str:
+        """A PNG file in base64 with the pixels that the processor is given (RGB, upright)."""
+        return b64encode(png(decoded(self._data(digest), self.bounds))).decode("ascii")
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def spans(self, ids: Sequence[int]) -> list[Span]:
         """The pictures in a sequence, or in concatenated sequences, in order. Raises `BirlError` if one is missing or
@@ -288,8 +315,8 @@ def extra(processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded(data: bytes, bounds: Bounds) -> Any:
-    """Decode a file to a PIL image in RGB, upright. The size is read from the header and checked before any pixel is
-    decoded. Raises `BirlError`."""
+    """Decode a file to a PIL image in RGB, upright, as transformers' `load_image`; of an animation the first frame. The
+    size is read from the header and checked before any pixel is decoded. Raises `BirlError`."""
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
@@ -307,11 +334,13 @@ def decoded(data: bytes, bounds: Bounds) -> Any:
                     f"A picture of {image.width} x {image.height} pixels is not decoded: at most {bounds.pixels} "
                     "pixels are (model.max_pixels)."
                 )
+            if image.mode.startswith(("I", "F")):  # Pillow would cut off values above 255
+                raise BirlError(f"A picture has more than 8 bits a channel (mode {image.mode}). Convert it to 8 bits.")
             return ImageOps.exif_transpose(image).convert("RGB")
     except BirlError:
         raise
     except Exception as error:  # Pillow raises many types, DecompressionBombError among them
-        why = "it is none" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        why = "its format is unknown" if isinstance(error, UnidentifiedImageError) else first_line(error)
         raise BirlError(
             f"A picture cannot be read ({why}). It must be a whole file of {', '.join(FORMATS)}."
         ) from error

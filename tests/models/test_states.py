@@ -1,5 +1,10 @@
 """Layers with a state of their own in packed rows: it starts anew with each sequence and is forked at each branch."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,3 +123,50 @@ def test_a_model_of_states_alone_counts_its_tokens_in_pages() -> None:
     assert state_bytes(empty) == state_bytes(model) and [*seen(model).states] == [0, 1, 2]
     shape = Shape.of_model(model)
     assert not shape.pair_cost and abs(shape.parameters / sum(p.numel() for p in model.parameters()) - 1) < 0.3
+
+
+KERNELS = """
+import functools
+from importlib import import_module
+
+CALLED = {}
+
+def __getattr__(name):  # as flash-linear-attention and causal-conv1d, computed by transformers' own functions
+    own = {"chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
+           "fused_recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule"}.get(name, name)
+    if not name.endswith(("_rule", "_fn", "_update")):
+        raise AttributeError(name)
+    def kernel(*args, **kwargs):
+        CALLED[name] = CALLED.get(name, 0) + 1
+        module = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        return getattr(module, own).__wrapped__(*args, **kwargs)
+    kernel.__signature__ = signature(name)
+    return kernel
+
+def signature(name):
+    import inspect
+    names = {"_rule": "query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel",
+             "_fn": "hidden_states weight bias activation", "pdate": "hidden_states conv_state weight bias activation"}
+    every = next(v for k, v in names.items() if name.endswith(k)).split()
+    return inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in every])
+"""
+
+
+def test_kernels_of_fla_and_causal_conv1d_are_used_where_they_are_installed(tmp_path: Path) -> None:
+    for name in ("fla", "causal_conv1d"):
+        (tmp_path / f"{name}.py").write_text(KERNELS)
+    program = (
+        "from tests.models.sweep import Bench, rows, trained; from tests.zoo import build; import fla, causal_conv1d; "
+        "from birl.types import SamplingParams; b = Bench(build('qwen3_5_text')); "
+        "b.generate([SamplingParams(max_tokens=4)] * 2); assert not trained(b, rows(groups=2, episodes=2)); "
+        "print(sorted({**fla.CALLED, **causal_conv1d.CALLED}))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    expected = [
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+    ]
+    assert done.stdout.strip() == str(expected), done.stderr

@@ -185,6 +185,23 @@ def test_engine_and_learner_agree(kind: str, tmp_path: Path) -> None:
         b.learner.optim_step(1e-2)
 
 
+def test_the_tower_computes_a_picture_once_for_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, own, shown = bench(tmp_path, "qwen3_vl"), vision._seen, list[int]()
+
+    def counted(model: Any, inputs: Any, device: torch.device) -> list[Any]:
+        shown.append(len(inputs["image_grid_thw"]))
+        return own(model, inputs, device)
+
+    monkeypatch.setattr(vision, "_seen", counted)
+    prompt = b.prompt("Hi # and # is?", ONE, OTHER)
+    answers = b.generate([prompt] * 4, SamplingParams(max_tokens=4))
+    assert sum(shown) == 2
+    shown.clear()
+    (batch,) = pack([make(prompt, a.ids, 0, i, 1.0) for i, a in enumerate(answers)], [0.1] * 4, 10_000)
+    b.learner.forward_backward(batch, reinforce, Stats())
+    assert sum(shown) == 2
+
+
 @pytest.mark.parametrize(("kind", "size"), [("qwen3_5", 16), ("gemma3", 32), ("gemma4", 32)])
 def test_bfloat16_loses_what_transformers_loses(
     kind: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

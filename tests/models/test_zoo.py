@@ -121,6 +121,29 @@ def test_small_weights_hide_nothing(scale: float, monkeypatch: pytest.MonkeyPatc
         verify(model)
 
 
+class Unknown(torch.nn.Module):
+    """LFM2's short convolution under a name that birl has no rule for."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.into, self.conv, self.out = own.in_proj, own.conv, own.out_proj
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        b, c, x = self.into(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
+        return self.out((c * self.conv(b * x)[..., : x.shape[-1]]).transpose(-1, -2))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e3])
+def test_a_convolution_without_a_rule_is_refused_at_any_scale(scale: float) -> None:
+    model: Any = build("lfm2")
+    model.model.layers[0].conv = Unknown(model.model.layers[0].conv)
+    with torch.no_grad():
+        for parameter in model.model.layers[0].conv.parameters():
+            parameter *= scale
+    with pytest.raises(BirlError, match=r"Unknown \(model\.layers\.0\.conv\) lets tokens see"):
+        verify(model)
+
+
 def test_a_factor_that_a_model_does_not_read_is_none() -> None:
     """transformers keeps every key of a config.json, whether or not the architecture knows it."""
     assert after_head(build("llama", logit_scale=0.5, final_logit_softcapping=3.0)) is None

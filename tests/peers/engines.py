@@ -1,6 +1,7 @@
 """The adapters of vLLM and SGLang against the real servers and transformers, with SmolLM2 in float32 on this CPU:
 
     python tests/peers/engines.py vllm --python .venv-vllm/bin/python
+    python tests/peers/engines.py vllm --python .venv-vllm/bin/python --sees    a tiny model with pictures instead
     python tests/peers/engines.py sglang --address http://127.0.0.1:30000       one that already runs, in float32
 
 Prints one line for each check, and exits with 1 if any failed. The server is started and stopped here unless
@@ -21,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,8 +35,13 @@ from birl.engines import vllm as vllm_process
 from birl.engines.vllm import adapter as vllm
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
-from birl.models.load import load_tokenizer, resolve
+from birl.models.load import load_model, load_tokenizer, resolve
+from birl.models.slots import computed_by
+from birl.models.vision import load_pictures
+from birl.text.pictures import Bounds
 from birl.types import Completion, SamplingParams, Stop, Update
+from tests import sights
+from tests.models import test_vision
 
 TEXTS = ("The capital of France is", "Once upon a time", "2 + 3 =", "<|im_start|>user\nWhat is the sea?<|im_end|>\n")
 CLOSE = 2e-5  # mean of abs(difference of log-probs), float32, for each answer [nats]
@@ -45,7 +51,7 @@ STARTS = 300.0  # a server gets so long to start [s]
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     engine: Any
-    models: list[Any]  # of transformers: SmolLM2, and the same with noise
+    models: list[Any]  # of transformers: SmolLM2, and the same with noise; with --sees two of `test_vision.Bench`
     updates: list[Update]
     prompts: list[tuple[int, ...]]
     tmp: Path
@@ -335,6 +341,42 @@ CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
 }
 
 
+async def pictures(bench: Bench) -> str:
+    """Greedy answers are those of transformers' `generate` on the same files, and sampled ones have the log-probs of
+    its forward, also with other weights of the tower."""
+    gaps, count = [], 0
+    greedy = {"do_sample": False, "max_new_tokens": 32}
+    for version, seen in enumerate(bench.models):
+        await bench.fresh(version)
+        for prompt in bench.prompts:
+            answer = await bench.engine.generate(prompt, SamplingParams(max_tokens=32, temperature=0.0))
+            with computed_by(seen.model, "eager"):
+                expected = seen.model.generate(**seen.inputs(prompt), **greedy)[0, len(prompt) :].tolist()
+            assert list(answer.ids) == expected, (answer.ids, expected)
+            count += len(answer.ids)
+            answer = await bench.engine.generate(prompt, sampled(32, seed=version))
+            with torch.no_grad():
+                logp = seen.logprobs((*prompt, *answer.ids), len(prompt)).numpy()
+            assert set(answer.versions) == {bench.engine.version}
+            gaps.append(mean(np.abs(answer.logprobs - logp)))
+    assert max(gaps) < CLOSE, gaps
+    return f"{count} tokens equal transformers'; mean gap {max(gaps):.1e} nats over {len(gaps)} answers"
+
+
+def seeing(tmp: Path) -> tuple[list[Any], list[Update]]:
+    """A tiny Qwen3-VL, and one with other weights."""
+    models, updates = [], []
+    for seed in (0, 1):
+        folder = sights.folder(tmp / f"sees-{seed}", seed=seed)
+        model = load_model(folder, pictures=True)
+        shown = load_pictures(folder, model, load_tokenizer(folder), Bounds())
+        assert shown is not None
+        models.append(test_vision.Bench("qwen3_vl", model, shown, cast(Any, None)))
+        sums = digests({name: p.data for name, p in model.named_parameters()})
+        updates.append(Update(version=0, digests=sums, folder=str(folder)))
+    return models, updates
+
+
 def weights(tmp: Path) -> tuple[list[Any], list[Update]]:
     """SmolLM2, and the same with noise."""
     source = Path(resolve("smollm2"))
@@ -356,12 +398,12 @@ def weights(tmp: Path) -> tuple[list[Any], list[Update]]:
 
 
 @contextmanager
-def server(kind: str, python: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(kind: str, python: str, log: Path, model: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start one, and stop all of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"model": resolve("smollm2"), "port": port, "python": python, "dtype": "float32", "context": 1024}
+    shared = {"model": model, "port": port, "python": python, "dtype": "float32", "context": 1024}
     if kind == "vllm":
         line = vllm_process.command(**shared, max_batch=32, extra=["--enforce-eager"])
         env = vllm_process.environment(cpu=True)
@@ -405,14 +447,19 @@ async def run(
         if arguments.kind == "vllm"
         else sglang.SGLang(address, end_ids=end_ids, timeout=300)
     )
-    models, updates = await asyncio.to_thread(weights, tmp)
+    models, updates = await asyncio.to_thread(seeing if arguments.sees else weights, tmp)
     print(f"{arguments.kind} answers after {await healthy(engine, process, arguments.log):.0f} s", flush=True)
-    tokenizer = load_tokenizer(resolve("smollm2"))
-    prompts = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
+    if arguments.sees:
+        engine.pictures, one, other = models[0].pictures, test_vision.ONE, test_vision.OTHER
+        asked = (("Hi # and # is?", one, other), ("Two: ##", other, other), ("Only text.",))
+        prompts, _ = ([each.prompt(*words) for words in asked] for each in models)  # each knows the files
+    else:
+        tokenizer = load_tokenizer(resolve("smollm2"))
+        prompts = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
     bench = Bench(engine=engine, models=models, updates=updates, prompts=prompts, tmp=tmp)
     failed = 0
     await bench.fresh(0)
-    for name, check in CHECKS.items():
+    for name, check in {"pictures": pictures}.items() if arguments.sees else CHECKS.items():
         if arguments.only and name not in arguments.only:
             continue
         began = time.perf_counter()
@@ -432,15 +479,18 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has the engine")
     parser.add_argument("--address", default="", help="of one that already runs")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "birl-check-engine.log")
+    parser.add_argument("--sees", action="store_true", help="compare prompts with pictures")
     parser.add_argument("--only", nargs="*", choices=CHECKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    sights.TEXT["head_dim"], sights.AXES["rope_parameters"]["mrope_section"] = 32, [8, 4, 4]  # for vLLM's kernels
     if not arguments.address and shutil.which(arguments.python) is None:
         parser.error(f"--python {arguments.python}: there is no such program")
     with tempfile.TemporaryDirectory() as tmp:
         if arguments.address:
             return asyncio.run(run(arguments, Path(tmp), arguments.address))
-        with server(arguments.kind, arguments.python, arguments.log) as (address, process):
+        model = sights.folder(Path(tmp) / "sees", seed=2) if arguments.sees else resolve("smollm2")
+        with server(arguments.kind, arguments.python, arguments.log, str(model)) as (address, process):
             return asyncio.run(run(arguments, Path(tmp), address, process))
 
 

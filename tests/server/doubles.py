@@ -14,6 +14,8 @@ from starlette.routing import Route
 from birl.engine.engine import EmbeddedEngine
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.models.digests import digests
+from birl.text.parts import Finder
+from birl.text.pictures import Pictures, is_picture
 from birl.types import SamplingParams, Stop, Update
 from tests.engine.test_update import weights
 from tests.server.sglang_api_types import GenerateRequest, GenerateResponse, JsonContractError
@@ -73,13 +75,14 @@ class VLLMDouble(Double):
         super().__init__(engine, folder)
         self.worker, self.hashes, self.mode = vllm_plugin.Weights(), hashes, "processed_logprobs"
         self.staged = ""
+        self.pictures: Pictures | None = None  # of a model with a vision tower
 
     def app(self) -> Starlette:
         post = {
             "/inference/v1/generate": self.generate,
             "/collective_rpc": self.rpc,
             **dict.fromkeys(("/pause", "/resume", "/sleep", "/wake_up", "/abort_requests"), self.control),
-            **dict.fromkeys(("/reset_prefix_cache", "/update_weight_version"), self.control),
+            **dict.fromkeys(("/reset_prefix_cache", "/reset_encoder_cache", "/update_weight_version"), self.control),
         }
         get = {"/v1/models": self.models, "/server_info": self.server, "/metrics": self.metrics}
         get |= {"/weight_info": self.weight_info, "/is_paused": self.is_paused}
@@ -92,7 +95,13 @@ class VLLMDouble(Double):
         body = await request.json()
         self.bodies.append(body)
         asked, ids = body["sampling_params"], body["token_ids"]
-        assert set(body) <= {"request_id", "token_ids", "sampling_params", "cache_salt"} and set(asked) <= SAMPLING
+        fields = {"request_id", "token_ids", "sampling_params", "cache_salt"}
+        fields |= {"content_parts", "return_token_ids"} if self.pictures is not None else set()
+        assert set(body) <= fields and set(asked) <= SAMPLING
+        if parts := body.get("content_parts"):  # its processor replaces each placeholder of the prompt
+            assert self.pictures is not None and all(set(part) == {"type", "url", "uuid"} for part in parts)
+            shown = [self.pictures.add(Finder().picture(part["url"])) for part in parts]
+            ids = [own for t in ids for own in (shown.pop(0).ids if t == self.pictures.id else (t,))]
         assert (
             body["cache_salt"]
             and asked["logprobs"] in (0, 2 * asked["top_k"] + 8)
@@ -128,7 +137,10 @@ class VLLMDouble(Double):
             **{"routed_experts": None, "sampling_mask": None, "weight_versions": self.spans(answer.versions.tolist())},
             "logprobs": {"content": content},
         }
-        return JSONResponse({"request_id": "x", "prompt_logprobs": prompt_logprobs, "choices": [choice]})
+        result = {"request_id": "x", "prompt_logprobs": prompt_logprobs, "choices": [choice]}
+        if body.get("return_token_ids") and self.pictures is not None:
+            result["prompt_token_ids"] = [self.pictures.id if is_picture(t) else t for t in ids]
+        return JSONResponse(result)
 
     async def rpc(self, request: Request) -> Response:
         body = await request.json()

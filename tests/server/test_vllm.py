@@ -17,6 +17,11 @@ from birl.engines.vllm import command, environment, write_plugin
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digest, digests
+from birl.models.load import load_tokenizer
+from birl.models.vision import give, load_pictures
+from birl.text.pictures import Bounds
+from birl.types import Picture, Update
+from tests import sights
 from tests.engine.test_update import PROMPT, params, weights
 from tests.server.test_adapters import pair, update
 
@@ -38,8 +43,11 @@ def test_the_plugin_needs_nothing_that_vllms_environment_may_lack(tmp_path) -> N
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(15.0).reshape(3, 5), torch.ones(4, dtype=torch.bfloat16), torch.arange(24.0).reshape(4, 6).T],
-    ids=["float32", "bfloat16", "turned"],
+    [
+        *(torch.arange(15.0).reshape(3, 5), torch.ones(4, dtype=torch.bfloat16), torch.arange(24.0).reshape(4, 6).T),
+        *(torch.arange(2.0**14), torch.arange(99999.0).bfloat16()),
+    ],
+    ids=["float32", "bfloat16", "turned", "a piece", "several pieces"],
 )
 def test_the_plugin_digests_as_birl_does(tensor) -> None:
     assert vllm_plugin.fingerprint(tensor, "xxh3_128") == digest(tensor)
@@ -156,6 +164,38 @@ async def test_a_request_that_leaves_is_no_longer_listed(folders, compute) -> No
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not adapter.peer.open and await adapter.abort() == 0
+
+
+def test_pictures_are_sent_as_files_and_their_tokens_are_compared(tmp_path, compute) -> None:
+    folder = sights.folder(tmp_path / "m")
+    shown = [Picture.of(sights.drawn("7")), Picture.of(sights.drawn("3", (16, 32), "yellow"))]
+
+    async def main() -> None:
+        adapter, double = pair("vllm", [folder], compute)
+        model = double.engine.runner.model
+        own, theirs = (load_pictures(folder, model, load_tokenizer(folder), Bounds()) for _ in range(2))
+        assert own is not None and theirs is not None
+        give(model, theirs)
+        double.pictures = theirs  # pyright: ignore
+        prompt, other = (p.encode("Hi <|image_pad|>, <|image_pad|>?", iter(shown)) for p in (own, theirs))
+        with pytest.raises(BirlError, match=r"gets tokens only: set engine\.kind=embedded, birl or vllm"):
+            await adapter.generate(prompt, params(12))
+        adapter.pictures = own
+        expected = await double.engine.generate(other, params(12))
+        assert await adapter.generate(prompt, params(12)) == expected
+        sent = double.bodies[-1]
+        assert sent["token_ids"].count(own.id) == 2 and [p["uuid"] for p in sent["content_parts"]] == [
+            picture.digest for picture in shown
+        ]
+        assert (await adapter.generate(PROMPT, params(4))).ids and "content_parts" not in double.bodies[-1]
+        sums = digests(weights(folder, torch.float32))
+        await adapter.load(Update(version=1, digests=sums, folder=str(folder)))
+        assert double.calls.index("/reset_encoder_cache") < double.calls.index("/resume")
+        double.fail["/inference/v1/generate"] = JSONResponse({"prompt_token_ids": sent["token_ids"], "choices": []})
+        with pytest.raises(BirlError, match=r"other tokens for a prompt with pictures \(8 instead of 20\)"):
+            await adapter.generate(prompt, params(4))
+
+    run(main)
 
 
 def test_the_start_command(tmp_path) -> None:

@@ -7,8 +7,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 
 from birl.errors import BirlError
 from birl.models.load import load_tokenizer
@@ -110,6 +112,56 @@ def test_bombs_and_what_is_none_are_refused_before_they_are_decoded() -> None:
         with pytest.raises(BirlError, match="A picture cannot be read"):
             decoded(data, Bounds())
     assert decoded(ONE.data, Bounds()).size == (24, 16)
+
+
+def file(image: Any, kind: str, **options: Any) -> bytes:
+    result = io.BytesIO()
+    image.save(result, kind, **options)
+    return result.getvalue()
+
+
+def test_files_are_decoded_as_transformers_decodes_them(chat: Chat, tmp_path: Path) -> None:
+    """Turned as their EXIF data says, in whatever mode; the model gets the same pixels."""
+    assert chat.pictures is not None
+    one = Image.open(io.BytesIO(sights.drawn("7", (24, 16), "yellow")))
+    turned = []
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        turned += [file(one, kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")]
+    other = [one.convert("CMYK"), one.rotate(9).convert("L")]
+    files = [*turned, *(file(image, "JPEG") for image in other)]
+    files += [file(one.convert(mode), "PNG") for mode in ("RGBA", "LA", "P", "1")]
+    files += [file(one, "GIF", save_all=True, append_images=[one.rotate(90)]), file(one.convert("CMYK"), "TIFF")]
+    files += [file(one.resize((1, 1)), "PNG"), file(one, "BMP")]
+    for data in files:
+        (tmp_path / "a").write_bytes(data)
+        theirs = load_image(str(tmp_path / "a"))
+        ours = decoded(data, Bounds())
+        assert ours.size == theirs.size and ours.tobytes() == theirs.tobytes()
+    (tmp_path / "a").write_bytes(turned[16])
+    given = chat.pictures.processor(text=[chat.pictures.token], images=[load_image(str(tmp_path / "a"))])
+    seen = chat.pictures.add(Picture.of(turned[16]))
+    assert seen.grid[0] > seen.grid[1] and np.array_equal(seen.inputs["pixel_values"], given["pixel_values"])
+
+
+def test_a_picture_of_16_bits_is_refused() -> None:
+    """Pillow cuts its values off at 255: all white."""
+    deep = Image.fromarray(np.full((4, 4), 40000, np.uint16))
+    for kind in ("PNG", "TIFF"):
+        with pytest.raises(BirlError, match=r"more than 8 bits a channel \(mode I;16\)\. Convert it to 8 bits"):
+            decoded(file(deep, kind), Bounds())
+
+
+def test_pictures_fold_into_the_text_of_the_template(chat: Chat) -> None:
+    assert chat.pictures is not None
+    ids = chat.pictures.encode("a <|image_pad|><|image_pad|> b", iter([ONE, OTHER]))
+    text, digests = chat.pictures.folded(ids)
+    assert digests == [ONE.digest, OTHER.digest]
+    assert text == chat.tokenizer("a <|image_pad|><|image_pad|> b", add_special_tokens=False).input_ids
+    shown = Image.open(io.BytesIO(base64.b64decode(chat.pictures.png(OTHER.digest))))
+    assert shown.tobytes() == decoded(OTHER.data, Bounds()).tobytes()
+    assert chat.pictures.folded(ids[:1]) == ([ids[0]], [])
 
 
 def test_every_way_to_give_a_picture_is_the_same_picture(tmp_path: Path) -> None:

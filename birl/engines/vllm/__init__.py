@@ -97,7 +97,9 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
     from birl.engines.vllm.adapter import VLLM
 
     token = token if engine.attach else ""  # its token does not protect its control endpoints
-    return VLLM(address, token=token, **spoken(engine, wanted))
+    result = VLLM(address, token=token, **spoken(engine, wanted))
+    result.pictures = wanted.pictures
+    return result
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:

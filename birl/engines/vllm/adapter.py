@@ -3,6 +3,7 @@
     generate   POST /inference/v1/generate (--enable-scale-out)
     load       by birl's plugin in vLLM's workers (`plugin.py`)
     transfer   without a folder (`transfer.py`)
+    pictures   as files beside the prompt, which vLLM's own processor expands to the same tokens: compared
     pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, not protected by a token: such a server belongs on loopback
 
 With `recompute_kv` a running request loses its KV cache when the weights change, and vLLM recomputes it: the log-prob
@@ -24,6 +25,7 @@ from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.transfer import VLLMTransfer
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.samples import Support
+from birl.text.pictures import is_picture
 from birl.types import Completion, Held, SamplingParams, Update
 
 KEEP = "/pause?mode=keep&clear_cache=false"  # without clear_cache=false vLLM drops the KV cache of running requests
@@ -88,7 +90,31 @@ class VLLM(Adapter):
             # The salt separates prefix cache entries of different versions of the weights.
             salt = f"weights-{self.version}"
             body = {"request_id": name, "token_ids": token_ids, "sampling_params": sampling, "cache_salt": salt}
+            if self.pictures is not None and is_picture(max(token_ids)):
+                return await self.look_at(token_ids, body)
             return await self.peer.json("POST", "/inference/v1/generate", json=body)
+
+    async def look_at(self, token_ids: tuple[int, ...], body: dict[str, Any]) -> Any:
+        """The response to a request with pictures. Raises `BirlError` if vLLM expanded them to other tokens."""
+        pictures = self.pictures
+        assert pictures is not None
+
+        def files() -> dict[str, Any]:
+            ids, digests = pictures.folded(token_ids)
+            urls = {digest: f"data:image/png;base64,{pictures.png(digest)}" for digest in set(digests)}
+            parts = [{"type": "image_url", "url": urls[digest], "uuid": digest} for digest in digests]
+            return {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
+
+        body |= await asyncio.to_thread(files)
+        answer = await self.peer.json("POST", "/inference/v1/generate", json=body)
+        own = answer.get("prompt_token_ids") if isinstance(answer, dict) else None
+        if own != [pictures.id if is_picture(token) else token for token in token_ids]:
+            raise BirlError(
+                f"{self.address} computes other tokens for a prompt with pictures ({len(own or ())} instead of "
+                f"{len(token_ids)}): its vLLM is older than 0.32, or expands pictures of this model in another way. "
+                "Set engine.kind=embedded or birl."
+            )
+        return answer
 
     def parse(self, answer: Any, count: int) -> Completion:
         try:
@@ -181,6 +207,8 @@ class VLLM(Adapter):
         await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
         reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
         await self.peer.call("POST", reset, timeout=QUICK)
+        if self.pictures is not None:  # the vision tower's rows, which vLLM caches by picture
+            await self.peer.call("POST", "/reset_encoder_cache", timeout=QUICK)
         return (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
 
     async def release(self) -> None:

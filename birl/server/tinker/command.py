@@ -226,11 +226,11 @@ def engine_of(
             model, policy.tokenizer, end_ids=ends, context=context, compute=policy.compute, version=lambda: 0,
             max_batch=config.max_batch, kv_cache_gb=cache, draft_rows=0,
         )  # fmt: skip
-    size, pictures = pages * page_bytes(model) + config.max_batch * state_bytes(model), policy.chat.pictures
+    size = pages * page_bytes(model) + config.max_batch * state_bytes(model)
     wanted = Wanted(
         folder=policy.folder, dtype=config.model.dtype, device=config.model.device, context=context, longest=context,
         kv_cache_gb=size / 2**30 + 1e-4, end_ids=ends, logs=root / "engines", sequences=config.max_batch,
-        pictures=pictures.used if pictures else None,
+        pictures=policy.chat.pictures,
     )  # fmt: skip
     return ManyEngines(wanted)
 
