@@ -66,6 +66,17 @@ class TooLong(Exception):
     """No tokens or turns are left for an answer of the model: the episode is truncated."""
 
 
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Context in which a `BirlError` begins with `where`, a file and its row, for example, unless it names that."""
+    try:
+        yield
+    except BirlError as error:
+        if where in str(error):
+            raise
+        raise BirlError(f"{where}: {error}") from error
+
+
 def tell(error: BirlError) -> None:
     """Print it on stderr, each line with the prefix `birl:`. It may contain output of a program or a model, so control
     characters are escaped."""

@@ -22,7 +22,7 @@ from birl.data.forms import PairForm, TextForm, is_text, pair_form, text_form
 from birl.data.messages import Shown
 from birl.data.sequences import Encoded, Encoder, Tokens, Unfit, only_what_differs
 from birl.data.tasks import read_sources, squeezed
-from birl.errors import BirlError
+from birl.errors import BirlError, placed
 from birl.text.parts import Finder
 from birl.types import Conversation, Message
 
@@ -92,7 +92,8 @@ def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: An
         kept, long = [], 0
         for i in range(len(rows)):
             try:
-                example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i), rows.folder(i))
+                with placed(rows.where(i)):
+                    example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i), rows.folder(i))
                 long += max(map(len, example.sequences)) > limit
                 kept.append(_cut(example, limit))
             except Unfit:

@@ -23,7 +23,7 @@ from birl.data.messages import Shown, check_input, messages_of, plain_text
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
-from birl.errors import BirlError
+from birl.errors import BirlError, placed
 from birl.text.parts import Finder
 from birl.types import Message, Task
 
@@ -212,7 +212,10 @@ def split_validation(
 
 def filter_by_length(tasks: Tasks, length_of: Callable[[Task], int], limit: int) -> tuple[Tasks, int]:
     """Return the tasks with `length_of(task) <= limit`, and the number of dropped ones."""
-    fitting = [i for i, task in enumerate(tasks) if length_of(task) <= limit]
+    fitting = []
+    for i, task in enumerate(tasks):
+        with placed(tasks.rows.where(tasks.indices[i])):
+            fitting += [i] if length_of(task) <= limit else []
     return tasks.select(fitting), len(tasks) - len(fitting)
 
 

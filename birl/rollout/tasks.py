@@ -8,7 +8,7 @@ from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
 from birl.config.decided import compares
 from birl.data.tasks import SOURCES, Tasks, check_answers, filter_by_length, load_tasks, overlap, split_validation
-from birl.errors import BirlError
+from birl.errors import BirlError, placed
 from birl.named import Given
 from birl.rollout.session import Limits
 from birl.text.bounds import cannot_fit
@@ -99,7 +99,10 @@ def prompt_tokens(chat: "Chat", task: Task, limit: int) -> int:
 
 def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
     """Longest prompt [tokens]; warns of prompts that leave no room for an answer."""
-    lengths = [prompt_tokens(chat, t, context) for t in tasks]
+    lengths = []
+    for task in tasks:
+        with placed(f"Task {task.id}"):
+            lengths.append(prompt_tokens(chat, task, context))
     if full := sum(n >= context for n in lengths):
         print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no room for answers.")
     return max(lengths)

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from birl.errors import BirlError, first_line
+from birl.errors import BirlError, first_line, placed
 from birl.regular import write_whole
 from birl.text.parts import png
 from birl.types import Picture
@@ -151,7 +151,10 @@ class Pictures:
     def encode(self, text: str, pictures: Iterator[Picture]) -> tuple[int, ...]:
         """Ids of a rendered text, in which each `token` is the next of `pictures`. Raises `BirlError`."""
         pieces = text.split(self.token)
-        seen = [self.add(one) for _, one in zip(pieces[1:], pictures, strict=False)]
+        seen: list[Processed] = []
+        for _, one in zip(pieces[1:], pictures, strict=False):
+            with placed(f"Picture {len(seen) + 1}"):
+                seen.append(self.add(one))
         if len(seen) < len(pieces) - 1:
             raise BirlError(
                 f"A text holds {self.token}, which stands for a picture, {len(pieces) - 1 - len(seen)} times more "

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -12,9 +14,13 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
+from birl.config import schema
+from birl.data.examples import load_examples
+from birl.data.tasks import filter_by_length, load_tasks
 from birl.errors import BirlError
 from birl.models.load import load_tokenizer
 from birl.models.vision import load_pictures
+from birl.rollout.tasks import longest_prompt, prompt_tokens
 from birl.text import parts, pictures
 from birl.text.chat import Chat
 from birl.text.parts import Finder, content
@@ -151,6 +157,23 @@ def test_a_picture_of_16_bits_is_refused() -> None:
     for kind in ("PNG", "TIFF"):
         with pytest.raises(BirlError, match=r"more than 8 bits a channel \(mode I;16\)\. Convert it to 8 bits"):
             decoded(file(deep, kind), Bounds())
+
+
+def test_a_row_with_a_bad_picture_is_named(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "whole.png").write_bytes(ONE.data)
+    (tmp_path / "cut.png").write_bytes(ONE.data[:60])
+    asked = [[{"type": "image", "image": f"{name}.png"}] * 2 for name in ("whole", "cut")]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "response": "7"} for parts in asked]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    error = re.escape(f"{data}, row 2: Picture 1: A picture cannot be read")
+    with pytest.raises(BirlError, match=error):
+        load_examples(schema.Texts(train=[str(data)]), "train", chat, 512)
+    (tasks,) = load_tasks(schema.Data(train=[str(data)]), "train", chat=True)
+    with pytest.raises(BirlError, match=error):
+        filter_by_length(tasks, lambda task: prompt_tokens(chat, task, 512), 512)
+    with pytest.raises(BirlError, match=r"Task rows\.jsonl:1: Picture 1: A picture cannot be read"):
+        longest_prompt([tasks[0], tasks[1]], chat, 512)
 
 
 def test_pictures_fold_into_the_text_of_the_template(chat: Chat) -> None:
