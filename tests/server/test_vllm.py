@@ -166,36 +166,32 @@ async def test_a_request_that_leaves_is_no_longer_listed(folders, compute) -> No
     assert not adapter.peer.open and await adapter.abort() == 0
 
 
-def test_pictures_are_sent_as_files_and_their_tokens_are_compared(tmp_path, compute) -> None:
+async def test_pictures_are_sent_as_files_and_their_tokens_are_compared(tmp_path, compute) -> None:
     folder = sights.folder(tmp_path / "m")
     shown = [Picture.of(sights.drawn("7")), Picture.of(sights.drawn("3", (16, 32), "yellow"))]
-
-    async def main() -> None:
-        adapter, double = pair("vllm", [folder], compute)
-        model = double.engine.runner.model
-        own, theirs = (load_pictures(folder, model, load_tokenizer(folder), Bounds()) for _ in range(2))
-        assert own is not None and theirs is not None
-        give(model, theirs)
-        double.pictures = theirs  # pyright: ignore
-        prompt, other = (p.encode("Hi <|image_pad|>, <|image_pad|>?", iter(shown)) for p in (own, theirs))
-        with pytest.raises(BirlError, match=r"gets tokens only: set engine\.kind=embedded, birl or vllm"):
-            await adapter.generate(prompt, params(12))
-        adapter.pictures = own
-        expected = await double.engine.generate(other, params(12))
-        assert await adapter.generate(prompt, params(12)) == expected
-        sent = double.bodies[-1]
-        assert sent["token_ids"].count(own.id) == 2 and [p["uuid"] for p in sent["content_parts"]] == [
-            picture.digest for picture in shown
-        ]
-        assert (await adapter.generate(PROMPT, params(4))).ids and "content_parts" not in double.bodies[-1]
-        sums = digests(weights(folder, torch.float32))
-        await adapter.load(Update(version=1, digests=sums, folder=str(folder)))
-        assert double.calls.index("/reset_encoder_cache") < double.calls.index("/resume")
-        double.fail["/inference/v1/generate"] = JSONResponse({"prompt_token_ids": sent["token_ids"], "choices": []})
-        with pytest.raises(BirlError, match=r"other tokens for a prompt with pictures \(8 instead of 20\)"):
-            await adapter.generate(prompt, params(4))
-
-    run(main)
+    adapter, double = pair("vllm", [folder], compute)
+    model = double.engine.runner.model
+    own, theirs = (load_pictures(folder, model, load_tokenizer(folder), Bounds()) for _ in range(2))
+    assert own is not None and theirs is not None
+    give(model, theirs)
+    double.pictures = theirs  # pyright: ignore
+    prompt, other = (p.encode("Hi <|image_pad|>, <|image_pad|>?", iter(shown)) for p in (own, theirs))
+    with pytest.raises(BirlError, match=r"gets tokens only: set engine\.kind=embedded, birl or vllm"):
+        await adapter.generate(prompt, params(12))
+    adapter.pictures = own
+    expected = await double.engine.generate(other, params(12))
+    assert await adapter.generate(prompt, params(12)) == expected
+    sent = double.bodies[-1]
+    assert sent["token_ids"].count(own.id) == 2 and [p["uuid"] for p in sent["content_parts"]] == [
+        picture.digest for picture in shown
+    ]
+    assert (await adapter.generate(PROMPT, params(4))).ids and "content_parts" not in double.bodies[-1]
+    sums = digests(weights(folder, torch.float32))
+    await adapter.load(Update(version=1, digests=sums, folder=str(folder)))
+    assert double.calls.index("/reset_encoder_cache") < double.calls.index("/resume")
+    double.fail["/inference/v1/generate"] = JSONResponse({"prompt_token_ids": sent["token_ids"], "choices": []})
+    with pytest.raises(BirlError, match=r"other tokens for a prompt with pictures \(8 instead of 20\)"):
+        await adapter.generate(prompt, params(4))
 
 
 def test_the_start_command(tmp_path) -> None:
