@@ -93,11 +93,15 @@ class Pages:
 
 
 def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:
-    """Groups of neighbouring rows with common first pages, as (rows of each group, shared pages): full pages only."""
+    """Groups of neighbouring rows with common first pages, as (rows of each group, shared pages): of one sequence all
+    rows up to a page's end, with that page; of several at most `most`, with full pages only."""
     groups: list[int] = []
     shared: list[int] = []
     first: list[int] = []
     for table, length in zip(tables, lengths, strict=True):
+        if groups and table is first and pages_for(length) == shared[-1]:
+            groups[-1] += 1
+            continue
         if groups and groups[-1] < most:
             most_shared = min(shared[-1], length // PAGE)
             apart = () if table is first else range(most_shared)
@@ -108,5 +112,5 @@ def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple
                 continue
         first = table
         groups.append(1)
-        shared.append(length // PAGE)
+        shared.append(pages_for(length))
     return groups, shared

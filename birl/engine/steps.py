@@ -72,8 +72,8 @@ class Steps:
         return finished
 
     def single(self, plan: list[ScheduledTokens]) -> None:
-        """One forward pass; rows of one adapter are adjacent."""
-        plan.sort(key=lambda work: -work.request.first)
+        """One forward pass; rows of one adapter are adjacent, and of those sequences with common first pages."""
+        plan.sort(key=lambda work: (-work.request.first, work.request.pages))
         hidden = self.runner.run(plan)
         params: list[SamplingParams] = []
         uniforms: list[float] = []

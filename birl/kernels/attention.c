@@ -275,8 +275,9 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
             for (long j = 0; j < group; j++) softmax(rows + j * width, visible, length, pages_of(length) * PAGE);
         }
         for (long page = 0; page < common; page++) {
-            widen(values + (table[first * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
-            add_values(scores + page * PAGE, width, count * group, tile, PAGE, o);
+            const long valid = longest - page * PAGE < PAGE ? longest - page * PAGE : PAGE;
+            widen(values + (table[first * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, valid * HEAD_DIM, 1.f);
+            add_values(scores + page * PAGE, width, count * group, tile, valid, o);
         }
         for (long i = 0; i < count; i++) {
             const long length = lengths[first + i];

@@ -71,7 +71,16 @@ static inline void store1(elem *p, float x) {
 
 static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
-static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+/* b where one of both is NaN, as x86 defines it. */
+static inline vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 static inline vec partner(vec x, int distance) { /* lane i gets lane i ^ distance */
 #if LANES == 16

@@ -1,7 +1,9 @@
 /* Attention in bfloat16 on tiles (attention.c has it in float32): over trees of packed tokens, and over cache pages.
 
    A query's keys are numbered by position, in pages of 32 from position 0 on, whichever nodes of a tree they come from,
-   or from the cache. Scores and sums are float32; the probabilities that multiply the values are rounded to bfloat16
+   or from the cache. They are read in blocks of SPAN pages, so that scores and probabilities stay in the second-level
+   cache, however long the sequence is; a block with a larger score than all before it scales their sums (online softmax,
+   arXiv 1805.02867). Scores and sums are float32; the probabilities that multiply the values are rounded to bfloat16
    before the division by their sum. So a token has the same bits in decode and in training.
 
    A page has keys packed for q k' and values packed for p v (tile.h): keys as [2 panels][HEAD_DIM / 32 blocks], values
@@ -13,6 +15,12 @@
 #define KEY_BLOCKS (HEAD_DIM / BLOCK)
 #define MOST 32 /* queries of a product */
 
+enum {
+    SPAN = 16, WIDTH = SPAN * PAGE, /* pages of a block, and its keys */
+    BACK = 8 * PAGE,                /* keys of a block of the backward pass */
+    QUERIES = 3 * MOST              /* of a block of rows, about */
+};
+
 static __thread scratch mine;
 
 /* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next ROWS are written). */
@@ -21,16 +29,16 @@ static inline void score_page(const elem *a, long n, const elem *keys, float *c,
         product(a + i * HEAD_DIM, n - i, HEAD_DIM, keys, keys + KEY_BLOCKS * TILE, TILE, KEY_BLOCKS, c + i * ld, ld, 0);
 }
 
-/* o [n, HEAD_DIM] = or += p v for one page of values; p [n, 32]. */
-static inline void value_page(const elem *p, long ldp, long n, const elem *values, float *o, int add) {
+/* o [n, HEAD_DIM] = or += p v for `count` pages of values, one after another in memory; p [n, 32 count]. */
+static inline void value_pages(const elem *p, long ldp, long n, const elem *values, long count, float *o, int add) {
     for (long i = 0; i < n; i += MOST)
         for (long d = 0; d < HEAD_DIM; d += 32)
-            product(p + i * ldp, n - i, ldp, values + d / PANEL * TILE, values + (d / PANEL + 1) * TILE, 0, 1,
+            product(p + i * ldp, n - i, ldp, values + d / PANEL * TILE, values + (d / PANEL + 1) * TILE, PAGE_SIZE, count,
                     o + i * HEAD_DIM + d, HEAD_DIM, add);
 }
 
-/* score_page and value_page for the cache. The processor cannot predict its next page: all of `later` is prefetched
-   into the second-level cache. Into the first, with few outstanding reads, it took half as long again. */
+/* score_page and value_pages for one page of the cache. The processor cannot predict its next page: all of `later` is
+   prefetched into the second-level cache. Into the first, with few outstanding reads, it took half as long again. */
 enum { LATER = 2 }; /* distance in pages from the read one to the prefetched one */
 
 static inline void fetch_page(const elem *page) {
@@ -52,14 +60,27 @@ static inline void value_cached(const elem *p, long ldp, long n, const elem *val
         }
 }
 
-/* Scores [end] of one query -> p = e^(scale s - max), rounded, 0 outside first..last. Returns log sum exp, and 1 / sum. */
-static inline float soften(float *s, long first, long last, long end, float scale, elem *p, float *inverse) {
+/* A query's softmax, block after block: the largest score so far, and the sums of e^(score - peak) by lane. */
+typedef struct { vec total; float peak; } softmax;
+
+/* Scores [end] of one query and a block -> p = e^(scale s - peak), rounded, 0 outside first..last. A new peak scales the
+   sums so far, those in o [HEAD_DIM] too. */
+static inline void soften(float *s, long first, long last, long end, float scale, elem *p, softmax *state, float *o) {
+    first = first > 0 ? first : 0, last = last < end ? last : end;
+    if (first >= last) first = last = 0;
     const long from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
     for (long j = from; j < first; j++) s[j] = -INFINITY;
     for (long j = last; j < to; j++) s[j] = -INFINITY;
-    vec most = splat(-INFINITY), total = {};
-    for (long j = from; j < to; j += LANES) most = larger(*(vec *)(s + j), most);
-    const float peak = largest(most) * scale;
+    vec most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+    for (long j = from; j < to; j += LANES) most[j / LANES % 4] = larger(*(vec *)(s + j), most[j / LANES % 4]);
+    const float block = largest(larger(larger(most[0], most[1]), larger(most[2], most[3]))) * scale;
+    const float before = state->peak, peak = block > before ? block : before;
+    vec total = state->total;
+    if (peak > before) {
+        const vec factor = vexp(splat(before - peak));
+        for (long d = 0; d < HEAD_DIM; d += LANES) *(vec *)(o + d) *= factor;
+        total *= factor;
+    }
     for (long j = 0; j < from; j += LANES) store(p + j, (vec){});
     for (long j = from; j < to; j += LANES) {
         vec e = vexp(*(vec *)(s + j) * scale - peak);
@@ -67,10 +88,18 @@ static inline float soften(float *s, long first, long last, long end, float scal
         store(p + j, e);
     }
     for (long j = to; j < end; j += LANES) store(p + j, (vec){});
-    const float all = sum(total);
-    *inverse = 1.f / all;
-    return peak + logf(all);
+    *state = (softmax){total, peak};
 }
+
+/* out [HEAD_DIM] = o / total. Returns log sum exp. */
+static inline float divided(const softmax *state, const float *o, elem *out) {
+    const float all = sum(state->total), inverse = 1.f / all;
+    for (long d = 0; d < HEAD_DIM; d += LANES) store(out + d, *(const vec *)(o + d) * inverse);
+    return state->peak + logf(all);
+}
+
+/* The end of the block of pages from `at` on. */
+static inline long bound(long at, long pages) { return pages < at + SPAN ? pages : at + SPAN; }
 
 /* Addresses of 32 positions of a sequence: rows of one head, NULL after the last. */
 typedef struct { const elem *row[PAGE]; } places;
@@ -111,13 +140,13 @@ static void pack_values(const places *from, elem *page) {
 /* One tree of a task, and the sizes of its buffers. */
 typedef struct {
     long from, to; /* its segments */
-    long width;    /* of a row of scores: all positions of the longest sequence, whole pages */
+    long width;    /* all positions of the longest sequence, whole pages */
     long step;     /* rows whose queries are computed at once */
     long most;     /* queries of such a block, whole tiles */
 } tree;
 
 static tree find_tree(const segment *segments, long count, long number, long group) {
-    tree t = {.step = group >= MOST ? 1 : MOST / group};
+    tree t = {.step = group > QUERIES ? 1 : group > QUERIES / PAGE ? QUERIES / group : PAGE};
     t.most = (t.step * group + MOST - 1) / MOST * MOST;
     while (segments[t.from].tree != number) t.from++;
     for (t.to = t.from; t.to < count && segments[t.to].tree == number; t.to++) {
@@ -138,18 +167,18 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
         for (long task = 0; task < trees * kv_heads; task++) {
             const tree t = find_tree(segments, count, task / kv_heads, group);
             const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
-            char *memory = take(&mine, 2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + width) * (sizeof(elem) + sizeof(float)));
-            float *scores = (float *)memory, *o = scores + most * width;
+            char *memory = take(&mine, 2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + WIDTH) * (sizeof(elem) + sizeof(float)));
+            float *scores = (float *)memory, *o = scores + most * WIDTH;
             elem *keys = (elem *)(o + most * HEAD_DIM), *values = keys + width * HEAD_DIM;
             elem *q = values + width * HEAD_DIM, *p = q + most * HEAD_DIM;
             memset(q, 0, most * HEAD_DIM * sizeof(elem));
-            memset(p, 0, most * width * sizeof(elem));
+            memset(p, 0, most * WIDTH * sizeof(elem));
             const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
-            for (long at = from; at < to; at++) {
-                const segment *s = segments + at;
+            for (long number = from; number < to; number++) {
+                const segment *s = segments + number;
                 if (!s->length) continue;
                 for (long page = s->prefix / PAGE; page < pages_of(s->prefix + s->length); page++) { /* the others stay */
-                    const places k = find(k_base, stride, segments, at, page), v = find(v_base, stride, segments, at, page);
+                    const places k = find(k_base, stride, segments, number, page), v = find(v_base, stride, segments, number, page);
                     pack_keys(&k, keys + page * PAGE_SIZE);
                     pack_values(&v, values + page * PAGE_SIZE);
                 }
@@ -159,21 +188,23 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
                     for (long i = 0; i < rows; i++)
                         memcpy(q + i * group * HEAD_DIM, query + (s->start + top + i) * stride + h * group * HEAD_DIM,
                                group * HEAD_DIM * sizeof(elem));
-                    for (long page = 0; page < pages; page++)
-                        score_page(q, n, keys + page * PAGE_SIZE, scores + page * PAGE, width);
-                    float inverse[most];
-                    for (long i = 0; i < n; i++) {
-                        const long visible = s->prefix + top + i / group + 1;
-                        const long first = window && visible > window ? visible - window : 0;
-                        const float l = soften(scores + i * width, first, visible, pages * PAGE, scale, p + i * width, inverse + i);
-                        if (lse) lse[(s->start + top + i / group) * heads + h * group + i % group] = l;
+                    softmax state[most];
+                    for (long i = 0; i < n; i++) state[i] = (softmax){{}, -INFINITY};
+                    for (long at = 0; at < pages; at += SPAN) {
+                        const long count = bound(at, pages) - at;
+                        for (long page = 0; page < count; page++)
+                            score_page(q, n, keys + (at + page) * PAGE_SIZE, scores + page * PAGE, WIDTH);
+                        for (long i = 0; i < n; i++) {
+                            const long visible = s->prefix + top + i / group + 1 - at * PAGE, first = window ? visible - window : 0;
+                            soften(scores + i * WIDTH, first, visible, count * PAGE, scale, p + i * WIDTH, state + i, o + i * HEAD_DIM);
+                        }
+                        value_pages(p, WIDTH, n, values + at * PAGE_SIZE, count, o, at > 0);
                     }
-                    for (long page = 0; page < pages; page++)
-                        value_page(p + page * PAGE, width, n, values + page * PAGE_SIZE, o, page > 0);
-                    for (long i = 0; i < n; i++)
-                        for (long d = 0; d < HEAD_DIM; d += LANES)
-                            store(out + ((s->start + top + i / group) * heads + h * group + i % group) * HEAD_DIM + d,
-                                  *(vec *)(o + i * HEAD_DIM + d) * inverse[i]);
+                    for (long i = 0; i < n; i++) {
+                        const long place = (s->start + top + i / group) * heads + h * group + i % group;
+                        const float l = divided(state + i, o + i * HEAD_DIM, out + place * HEAD_DIM);
+                        if (lse) lse[place] = l;
+                    }
                 }
             }
             give(&mine);
@@ -182,14 +213,15 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
     }
 }
 
-/* p [32 queries, 32 keys] (rows ld apart) -> [32 keys, 32 queries]. */
-static void turn(const elem *p, long ld, elem *out) {
-    for (long half = 0; half < 2; half++) {
-        line square[16];
-        pairs_of(p, ld, 0, half * 16, 32, square);
-        transpose16(square);
-        for (long i = 0; i < 16; i++) *(line *)(out + (half * 16 + i) * 32) = square[i];
-    }
+/* p [n queries, 32 keys] (rows BACK apart) -> [32 keys, n queries] (rows n apart), n a multiple of 32. */
+static void turn(const elem *p, long n, elem *out) {
+    for (long part = 0; part < n; part += 32)
+        for (long half = 0; half < 2; half++) {
+            line square[16];
+            pairs_of(p + part * BACK, BACK, 0, half * 16, 32, square);
+            transpose16(square);
+            for (long i = 0; i < 16; i++) *(line *)(out + (half * 16 + i) * n + part) = square[i];
+        }
 }
 
 /* With p = softmax(scale q k'), o = p v:  dv = p' do,  dp = do v',  ds = scale p (dp - do . o),  dq = ds k,  dk = ds'
@@ -208,30 +240,29 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         for (long task = 0; task < trees * kv_heads; task++) {
             const tree t = find_tree(segments, count, task / kv_heads, group);
             const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
-            char *memory = take(&mine, width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
-                                most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + 4 * TILE * sizeof(elem));
+            char *memory = take(&mine, width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * BACK * (2 * sizeof(elem) + 2 * sizeof(float)) +
+                                most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + most * PAGE * sizeof(elem));
             float *dk = (float *)memory, *dv = dk + width * HEAD_DIM, *scores = dv + width * HEAD_DIM;
-            float *dp = scores + most * width, *dq = dp + most * width;
+            float *dp = scores + most * BACK, *dq = dp + most * BACK;
             elem *keys = (elem *)(dq + most * HEAD_DIM), *keys_as_values = keys + width * HEAD_DIM;
             elem *values_as_keys = keys_as_values + width * HEAD_DIM, *p = values_as_keys + width * HEAD_DIM;
-            elem *ds = p + most * width, *q = ds + most * width, *go = q + most * HEAD_DIM;
+            elem *ds = p + most * BACK, *q = ds + most * BACK, *go = q + most * HEAD_DIM;
             elem *q_packed = go + most * HEAD_DIM, *go_packed = q_packed + most * HEAD_DIM, *turned = go_packed + most * HEAD_DIM;
             memset(q, 0, 2 * most * HEAD_DIM * sizeof(elem));
-            memset(p, 0, 2 * most * width * sizeof(elem));
             memset(dk, 0, 2 * width * HEAD_DIM * sizeof(float));
             const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
             long ready = 0; /* positions whose keys and values are packed */
-            for (long at = to - 1; at >= from; at--) {
-                const segment *s = segments + at;
-                const long common = at + 1 < to ? s[1].prefix : 0; /* with the segment processed before */
+            for (long number = to - 1; number >= from; number--) {
+                const segment *s = segments + number;
+                const long common = number + 1 < to ? s[1].prefix : 0; /* with the segment processed before */
                 ready = ready < common ? ready : common;
-                if (at + 1 < to && s[1].parent != at) { /* that was another branch, whose sums are complete */
+                if (number + 1 < to && s[1].parent != number) { /* that was another branch, whose sums are complete */
                     memset(dk + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
                     memset(dv + common * HEAD_DIM, 0, (width - common) * HEAD_DIM * sizeof(float));
                 }
                 if (!s->length) continue;
                 for (long page = ready / PAGE; page < pages_of(s->prefix + s->length); page++) {
-                    const places k = find(k_base, stride, segments, at, page), v = find(v_base, stride, segments, at, page);
+                    const places k = find(k_base, stride, segments, number, page), v = find(v_base, stride, segments, number, page);
                     pack_keys(&k, keys + page * PAGE_SIZE);
                     pack_values(&k, keys_as_values + page * PAGE_SIZE);
                     pack_keys(&v, values_as_keys + page * PAGE_SIZE);
@@ -239,52 +270,55 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
                 ready = s->prefix + s->length;
                 for (long top = 0; top < s->length; top += step) {
                     const long rows = s->length - top < step ? s->length - top : step, n = rows * group;
-                    const long pages = pages_of(s->prefix + top + rows), end = pages * PAGE;
+                    const long pages = pages_of(s->prefix + top + rows), padded = (n + MOST - 1) / MOST * MOST;
+                    float delta[n];
                     for (long i = 0; i < rows; i++) {
                         const long row = s->start + top + i;
                         memcpy(q + i * group * HEAD_DIM, query + row * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
                         memcpy(go + i * group * HEAD_DIM, grad_out + (row * heads + h * group) * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
                     }
-                    memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
-                    memset(go + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
-                    for (long page = 0; page < pages; page++) {
-                        score_page(q, n, keys + page * PAGE_SIZE, scores + page * PAGE, width);
-                        score_page(go, n, values_as_keys + page * PAGE_SIZE, dp + page * PAGE, width);
-                    }
-                    for (long i = 0; i < n; i++) {
-                        const long row = s->start + top + i / group, head = h * group + i % group;
-                        const long visible = s->prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
-                        const float l = lse[row * heads + head];
-                        vec dots = {};
-                        for (long d = 0; d < HEAD_DIM; d += LANES) dots += load(go + i * HEAD_DIM + d) * load(out + (row * heads + head) * HEAD_DIM + d);
-                        const float delta = sum(dots);
-                        float *pr = scores + i * width, *dr = dp + i * width;
-                        for (long j = 0; j < first; j++) pr[j] = -INFINITY;
-                        for (long j = visible; j < end; j++) pr[j] = -INFINITY, dr[j] = 0;
-                        for (long j = 0; j < end; j += LANES) {
-                            vec e = vexp(*(vec *)(pr + j) * scale - l);
-                            store(p + i * width + j, e);
-                            store(ds + i * width + j, e * (*(vec *)(dr + j) - delta) * scale);
-                        }
-                    }
-                    for (long i = n; i < most; i++) {
-                        memset(p + i * width, 0, end * sizeof(elem));
-                        memset(ds + i * width, 0, end * sizeof(elem));
-                    }
-                    for (long part = 0; part < most; part += MOST) {
+                    memset(q + n * HEAD_DIM, 0, (padded - n) * HEAD_DIM * sizeof(elem));
+                    memset(go + n * HEAD_DIM, 0, (padded - n) * HEAD_DIM * sizeof(elem));
+                    memset(p + n * BACK, 0, (padded - n) * BACK * sizeof(elem));
+                    memset(ds + n * BACK, 0, (padded - n) * BACK * sizeof(elem));
+                    for (long part = 0; part < padded; part += MOST) {
                         places by_query, by_grad;
                         for (long i = 0; i < MOST; i++) by_query.row[i] = q + (part + i) * HEAD_DIM, by_grad.row[i] = go + (part + i) * HEAD_DIM;
-                        pack_values(&by_query, q_packed);
-                        pack_values(&by_grad, go_packed);
-                        for (long page = 0; page < pages; page++) {
-                            turn(p + part * width + page * PAGE, width, turned);
-                            value_page(turned, MOST, PAGE, go_packed, dv + page * PAGE_SIZE, 1);
-                            turn(ds + part * width + page * PAGE, width, turned);
-                            value_page(turned, MOST, PAGE, q_packed, dk + page * PAGE_SIZE, 1);
-                        }
+                        pack_values(&by_query, q_packed + part * HEAD_DIM);
+                        pack_values(&by_grad, go_packed + part * HEAD_DIM);
                     }
-                    for (long page = 0; page < pages; page++)
-                        value_page(ds + page * PAGE, width, n, keys_as_values + page * PAGE_SIZE, dq, page > 0);
+                    for (long i = 0; i < n; i++) {
+                        const elem *own = out + ((s->start + top + i / group) * heads + h * group + i % group) * HEAD_DIM;
+                        vec dots = {};
+                        for (long d = 0; d < HEAD_DIM; d += LANES) dots += load(go + i * HEAD_DIM + d) * load(own + d);
+                        delta[i] = sum(dots);
+                    }
+                    for (long begin = 0; begin < pages * PAGE; begin += BACK) {
+                        const long end = pages * PAGE - begin < BACK ? pages * PAGE - begin : BACK, at = begin * HEAD_DIM;
+                        for (long j = 0; j < end; j += PAGE) {
+                            score_page(q, n, keys + at + j * HEAD_DIM, scores + j, BACK);
+                            score_page(go, n, values_as_keys + at + j * HEAD_DIM, dp + j, BACK);
+                        }
+                        for (long i = 0; i < n; i++) {
+                            const long visible = s->prefix + top + i / group + 1 - begin, first = window ? visible - window : 0;
+                            const float l = lse[(s->start + top + i / group) * heads + h * group + i % group];
+                            float *pr = scores + i * BACK, *dr = dp + i * BACK;
+                            for (long j = 0; j < first && j < end; j++) pr[j] = -INFINITY;
+                            for (long j = visible > 0 ? visible : 0; j < end; j++) pr[j] = -INFINITY, dr[j] = 0;
+                            for (long j = 0; j < end; j += LANES) {
+                                vec e = vexp(*(vec *)(pr + j) * scale - l);
+                                store(p + i * BACK + j, e);
+                                store(ds + i * BACK + j, e * (*(vec *)(dr + j) - delta[i]) * scale);
+                            }
+                        }
+                        for (long j = 0; j < end; j += PAGE) {
+                            turn(p + j, padded, turned);
+                            value_pages(turned, padded, PAGE, go_packed, padded / MOST, dv + at + j * HEAD_DIM, 1);
+                            turn(ds + j, padded, turned);
+                            value_pages(turned, padded, PAGE, q_packed, padded / MOST, dk + at + j * HEAD_DIM, 1);
+                        }
+                        value_pages(ds, BACK, n, keys_as_values + at, end / PAGE, dq, begin > 0);
+                    }
                     for (long i = 0; i < n; i++)
                         for (long d = 0; d < HEAD_DIM; d += LANES)
                             store(grad_query + (s->start + top + i / group) * stride + (h * group + i % group) * HEAD_DIM + d,
@@ -362,47 +396,56 @@ void paged_attention_part(const elem *query, const elem *fresh, long stride, ele
         elem *k = keys + h * PAGE_SIZE, *v = values + h * PAGE_SIZE;
         long longest = 0;
         for (long i = 0; i < count; i++) longest = length[i] > longest ? length[i] : longest;
-        const long width = pages_of(longest) * PAGE, alone = (group + MOST - 1) / MOST * MOST;
-        char *memory = take(&mine, (most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) +
-                                       most * (HEAD_DIM + width) * sizeof(elem) + (2 * count * pages_of(longest) + LATER) * sizeof(elem *));
-        float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM, inverse[n];
+        const long all = pages_of(longest), alone = (group + MOST - 1) / MOST * MOST;
+        char *memory = take(&mine, (most * (HEAD_DIM + WIDTH) + alone * HEAD_DIM) * sizeof(float) +
+                                       most * (HEAD_DIM + WIDTH) * sizeof(elem) + (2 * count * all + LATER) * sizeof(elem *));
+        float *scores = (float *)memory, *o = scores + most * WIDTH, *one = o + most * HEAD_DIM;
         elem *q = (elem *)(one + alone * HEAD_DIM), *p = q + most * HEAD_DIM;
-        const elem **next = (const elem **)(p + most * width), **last = next; /* pages in the order of reading */
-        for (long i = 0; i < count; i++) {
-            memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
-            for (long page = common; page < pages_of(length[i]); page++) *last++ = k + pages[i * table_width + page] * step;
-        }
-        memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
-        for (long page = 0; page < common; page++) *last++ = k + pages[page] * step;
-        for (long page = 0; page < common; page++) *last++ = v + pages[page] * step;
+        const elem **next = (const elem **)(p + most * WIDTH), **last = next; /* pages in the order of reading */
+        softmax state[n];
+        for (long j = 0; j < n; j++) state[j] = (softmax){{}, -INFINITY};
         for (long i = 0; i < count; i++)
-            for (long page = common; page < pages_of(length[i]); page++) *last++ = v + pages[i * table_width + page] * step;
+            memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
+        memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
+        for (long at = 0; at < all; at += SPAN)
+            for (const elem *base = k;; base = v) {
+                for (long page = at; page < bound(at, common); page++) *last++ = base + pages[page] * step;
+                for (long i = 0; i < count; i++)
+                    for (long page = common > at ? common : at; page < bound(at, pages_of(length[i])); page++)
+                        *last++ = base + pages[i * table_width + page] * step;
+                if (base == v) break;
+            }
         for (long i = 0; i < LATER; i++) last[i] = last[-1];
         for (long i = 0; i < LATER; i++) fetch_page(next[i]);
-        for (long i = 0; i < count; i++)
-            for (long page = common; page < pages_of(length[i]); page++, next++) {
-                if (fresh && page == pages_of(length[i]) - 1)
-                    write_key(fresh + (begin + i) * stride + h * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)*next);
-                score_cached(q + i * group * HEAD_DIM, group, *next, next[LATER], scores + i * group * width + page * PAGE, width);
+        for (long at = 0; at < all; at += SPAN) {
+            const long own = common > at ? common : at; /* the first page that is not common */
+            for (long page = at; page < bound(at, common); page++, next++)
+                score_cached(q, n, *next, next[LATER], scores + (page - at) * PAGE, WIDTH);
+            for (long i = 0; i < count; i++)
+                for (long page = own; page < bound(at, pages_of(length[i])); page++, next++) {
+                    if (fresh && page == pages_of(length[i]) - 1)
+                        write_key(fresh + (begin + i) * stride + h * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)*next);
+                    score_cached(q + i * group * HEAD_DIM, group, *next, next[LATER], scores + i * group * WIDTH + (page - at) * PAGE, WIDTH);
+                }
+            for (long j = 0; j < n; j++) {
+                const long end = length[j / group] - at * PAGE, first = window ? end - window : 0;
+                const long width = (bound(at, pages_of(length[j / group])) - at) * PAGE;
+                soften(scores + j * WIDTH, first, end, width, scale, p + j * WIDTH, state + j, o + j * HEAD_DIM);
             }
-        for (long page = 0; page < common; page++, next++) score_cached(q, n, *next, next[LATER], scores + page * PAGE, width);
-        for (long j = 0; j < n; j++) {
-            const long end = length[j / group], first = window && end > window ? end - window : 0;
-            soften(scores + j * width, first, end, pages_of(end) * PAGE, scale, p + j * width, inverse + j);
-        }
-        for (long page = 0; page < common; page++, next++) value_cached(p + page * PAGE, width, n, *next, next[LATER], o, page > 0);
-        for (long i = 0; i < count; i++) {
-            memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
-            for (long page = common; page < pages_of(length[i]); page++, next++) {
-                if (fresh && page == pages_of(length[i]) - 1)
-                    write_value(fresh + (begin + i) * stride + (kv_heads + h) * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)*next);
-                value_cached(p + i * group * width + page * PAGE, width, group, *next, next[LATER], one, page > 0);
+            for (long page = at; page < bound(at, common); page++, next++)
+                value_cached(p + (page - at) * PAGE, WIDTH, n, *next, next[LATER], o, page > 0);
+            for (long i = 0; i < count; i++) {
+                memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
+                for (long page = own; page < bound(at, pages_of(length[i])); page++, next++) {
+                    if (fresh && page == pages_of(length[i]) - 1)
+                        write_value(fresh + (begin + i) * stride + (kv_heads + h) * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)*next);
+                    value_cached(p + i * group * WIDTH + (page - at) * PAGE, WIDTH, group, *next, next[LATER], one, page > 0);
+                }
+                memcpy(o + i * group * HEAD_DIM, one, group * HEAD_DIM * sizeof(float));
             }
-            for (long j = 0; j < group; j++)
-                for (long d = 0; d < HEAD_DIM; d += LANES)
-                    store(out + ((begin + i) * heads + h * group + j) * HEAD_DIM + d,
-                          *(vec *)(one + j * HEAD_DIM + d) * inverse[i * group + j]);
         }
+        for (long j = 0; j < n; j++)
+            divided(state + j, o + j * HEAD_DIM, out + ((begin + j / group) * heads + h * group + j % group) * HEAD_DIM);
         give(&mine);
     }
     END_THREAD();

@@ -99,9 +99,10 @@ def test_answers_to_one_prompt_share_full_pages_and_one_computation() -> None:
 
 def test_rows_that_share_pages_are_neighbours_in_one_group() -> None:
     shared, own = [5, 6, 7], [[8], [9], [10]]
-    assert sharing([shared + o for o in own] + [[1, 2]], [97, 98, 99, 40]) == ([3, 1], [3, 1])
-    assert sharing([shared] * 20, list(range(65, 85)), most=8) == ([8, 8, 4], [2, 2, 2])
-    assert sharing([[1], [2]], [4, 5]) == ([1, 1], [0, 0])
+    assert sharing([shared + o for o in own] + [[1, 2]], [97, 98, 99, 40]) == ([3, 1], [3, 2])
+    assert sharing([shared] * 20, list(range(55, 75)), most=8) == ([10, 10], [2, 3])
+    assert sharing([shared] * 20, list(range(60, 80)), most=8) == ([8, 12], [2, 3])
+    assert sharing([[1], [2]], [4, 5]) == ([1, 1], [1, 1])
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from birl import kernels
 from birl.data.trees import Tree
+from birl.engine.pages import sharing
 from birl.kernels import KEEP, SWIGLU, Kernels
 from birl.models.attention import Packed, tree_mask
 from birl.models.paged import Cache, Paged, Slot
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {k
 BOTH = pytest.mark.parametrize("k", [torch.float32, torch.bfloat16], indirect=True)
 TREES = [Tree.of(45, (12, 33, 1)), Tree.of(7), Tree.of(32, (40, 40)), Tree.of(1, (3, 2))]
 TREES.append(Tree.of(45, (12, (33, (1, (70, (9, 40)))), 1)))
+TREES.append(Tree.of(500, (300, 40)))
 HEADS, KV_HEADS, SIZE = 6, 2, 32
 
 
@@ -180,7 +182,7 @@ def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rows.view(len(rows), -1, SIZE).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [0, 20, 290])
 @BOTH
 def test_tree_attention_and_its_gradient(k: Kernels, window: int) -> None:
     rows = inputs(k)
@@ -224,6 +226,27 @@ def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: in
         places = [45 + step, 57 + step, *([90] if step == 0 else [])]
         n = len(places)
         attend(places, list(range(n)), [46 + step] * n, [n], [1])
+
+
+@pytest.mark.parametrize("window", [0, 700])
+@BOTH
+def test_long_sequences_have_the_same_bits_in_trees_and_pages(k: Kernels, window: int) -> None:
+    """Longer than the blocks of keys that a softmax goes through: a prompt in two parts, then two branches at once."""
+    rows = rand(1149, (HEADS + 2 * KV_HEADS) * SIZE, dtype=k.dtype)
+    out, _ = k.tree_attention(*split(rows), Packed([Tree.of(1100, (9, 40))]).segments, 0.3, window)
+    cache = Cache.make(38, [Slot(0, HEADS, KV_HEADS, SIZE, SIZE)], k.dtype, torch.device("cpu"))
+    for store in (*cache.keys, *cache.values):
+        store.fill_(torch.nan)
+    one, other = [*range(0, 35)], [*range(0, 34), 36, 37]
+    for start, end, copies, tables in (
+        (0, 500, [], [one] * 500), (500, 1100, [(34, 36)], [one] * 600), (1100, 1149, [], [one] * 9 + [other] * 40)
+    ):  # fmt: skip
+        lengths = [i + 1 if i < 1109 else i - 8 for i in range(start, end)]
+        found, _ = Paged.of(cache, tables, lengths, *sharing(tables, lengths)).attend_rows(
+            0, k, *split(rows[start:end]), 0.3, window
+        )
+        assert torch.equal(found, out[start:end])
+        cache.copy_pages(copies)
 
 
 @BOTH
