@@ -114,7 +114,8 @@ def _read_argument(argument: str, schema: type) -> Setting:
         hint = f" Did you mean {name}={value or '...'}?" if name in documentation(schema) else suggest(name, schema)
         without = "without dashes" if key[0] == "-" else "and can neither be added (+) nor removed (~)"
         raise BirlError(f"{argument}: keys are written key=value, {without}.{hint}")
-    if not equals and schema in (Eval, Serve, Tinker) and is_model(argument):  # the command's model
+    named = "/" in key and is_run(Path(argument)) if equals else is_model(argument)  # RUN/seed=0, of --multirun
+    if named and schema in (Eval, Serve, Tinker):
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
@@ -163,10 +164,10 @@ def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[d
 
 
 def _misspelt(value: str, names: Iterable[str]) -> bool:
-    if not value or "," in value or value.startswith("["):
-        return True
+    if not value or Path(value).exists():
+        return not value
     near = difflib.get_close_matches(value.lower(), list(names), cutoff=0.8)
-    return bool(near) and "/" not in value and not Path(value).exists()
+    return "," in value or value.startswith("[") or (bool(near) and "/" not in value)
 
 
 def _unknown_preset(setting: Setting, names: list[str]) -> str:

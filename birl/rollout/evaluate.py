@@ -195,9 +195,9 @@ class Difference:
     def __str__(self) -> str:
         p = f"p = {self.p:.2g}" if self.p >= 0.001 else "p < 0.001"
         change = self.after - self.before
-        word = "better" if change > 0 else "worse" if change < 0 else "equal"
+        word = f"{'better' if change > 0 else 'worse'} by {abs(change):.3f}" if change else "equal"
         return (
-            f"{self.source}: {self.before:.3f} -> {self.after:.3f}, {word} by {abs(change):.3f} (95 % of the change: "
+            f"{self.source}: {self.before:.3f} -> {self.after:.3f}, {word} (95 % of the change: "
             f"{self.low:+.3f} to {self.high:+.3f}), {p}, {self.prompts} prompts"
         )
 

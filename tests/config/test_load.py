@@ -356,3 +356,12 @@ def test_a_key_without_a_text_is_not_told_what_it_is() -> None:
     """The message ended with "It is: "."""
     with pytest.raises(BirlError, match=r"temperature takes a number \(float, default 0\.7\)\.$"):
         read_section(Settings, {"temperature": "hot"}, "")
+
+
+def test_a_run_of_multirun_is_a_model(tmp_path: Path) -> None:
+    """Its folder has an = in its name."""
+    run = tmp_path / "lr=1e-05,seed=0"
+    (run / "model").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    keys = ["data.validation=my.jsonl"]
+    assert load(Eval, [*keys, str(run)]).model.path == load(Eval, [*keys, f"model={run}"]).model.path == str(run)

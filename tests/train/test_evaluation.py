@@ -128,6 +128,7 @@ def test_two_models_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     assert change.p == 2 / 2**8  # eight prompts changed, all for the better
     assert 0.15 < change.low < 8 / 19 < change.high < 0.7
     assert "better by 0.421" in str(change) and "p = 0.0078, 19 prompts" in str(change)
+    assert ", equal (95 %" in str(before.against("d", json.loads((tmp_path / "a.json").read_text())["answers"])[0])
     with pytest.raises(BirlError, match="other questions"):
         before.against("e", after["answers"])
 

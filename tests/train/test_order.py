@@ -89,6 +89,8 @@ def test_environments_keep_their_weights(tiny: Path, tmp_path: Path) -> None:
     train(load(schema.RL, [f"model.path={tiny}", *keys, *small, f"run={tmp_path}/run"]))
     kinds = {task.partition(":")[0] for task in chosen(tmp_path)}
     assert kinds == {"arithmetic", "letter_counting"}
+    with pytest.raises(BirlError, match=r"data\.weights has 2 values for 3 training sets"):
+        train(load(schema.RL, [f"model.path={tiny}", *keys, *small, f"run={tmp_path}/wrong", "data.weights=[1,2]"]))
 
 
 def test_another_run_s_checkpoint_brings_its_counts_along(tiny: Path, tmp_path: Path) -> None:
