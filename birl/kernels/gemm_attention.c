@@ -38,7 +38,7 @@ static inline void value_pages(const elem *p, long ldp, long n, const elem *valu
 }
 
 /* score_page and value_pages for one page of the cache. The processor cannot predict its next page: all of `later` is
-   prefetched into the second-level cache. Into the first, with few outstanding reads, it took half as long again. */
+   prefetched, into the cache NEAR (tile.h). */
 enum { LATER = 2 }; /* distance in pages from the read one to the prefetched one */
 
 static inline void fetch_page(const elem *page) {
@@ -51,7 +51,18 @@ static inline void score_cached(const elem *a, long n, const elem *keys, const e
                              (const char *)(later + PAGE_SIZE / 2), i ? 0 : PAGE_SIZE, c + i * ld, ld, 0);
 }
 
+/* score_cached for two pages and at most NARROW rows. */
+static inline void score_two(const elem *a, long n, const elem *const *pages, float *c, long ld) {
+    product_of_four(a, n, HEAD_DIM, pages[0], pages[1], pages[LATER], pages[LATER + 1], PAGE_SIZE / 2, KEY_BLOCKS, c, ld, 0);
+}
+
 static inline void value_cached(const elem *p, long ldp, long n, const elem *values, const elem *later, float *o, int add) {
+    if (n <= NARROW && HEAD_DIM % 64 == 0) {
+        for (long d = 0; d < HEAD_DIM; d += 64)
+            product_of_four(p, n, ldp, values + d / PANEL * TILE, values + (d / PANEL + 2) * TILE, later + d / PANEL * TILE,
+                            later + (d / PANEL + 2) * TILE, TILE, 1, o + d, HEAD_DIM, add);
+        return;
+    }
     for (long i = 0; i < n; i += MANY)
         for (long d = 0; d < HEAD_DIM; d += 32) {
             const long first = d / PANEL * TILE, second = first + TILE;
@@ -419,15 +430,24 @@ void paged_attention_part(const elem *query, const elem *fresh, long stride, ele
         for (long i = 0; i < LATER; i++) fetch_page(next[i]);
         for (long at = 0; at < all; at += SPAN) {
             const long own = common > at ? common : at; /* the first page that is not common */
+            const elem **block = next; /* its pages of keys, then as many of values */
             for (long page = at; page < bound(at, common); page++, next++)
                 score_cached(q, n, *next, next[LATER], scores + (page - at) * PAGE, WIDTH);
             for (long i = 0; i < count; i++)
-                for (long page = own; page < bound(at, pages_of(length[i])); page++, next++) {
-                    if (fresh && page == pages_of(length[i]) - 1)
-                        write_key(fresh + (begin + i) * stride + h * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)*next);
-                    score_cached(q + i * group * HEAD_DIM, group, *next, next[LATER], scores + i * group * WIDTH + (page - at) * PAGE, WIDTH);
+                for (long page = own, end = bound(at, pages_of(length[i])), some; page < end; page += some, next += some) {
+                    some = group <= NARROW && page + 1 < end ? 2 : 1;
+                    const elem *rows = q + i * group * HEAD_DIM;
+                    float *c = scores + i * group * WIDTH + (page - at) * PAGE;
+                    if (fresh && page + some == pages_of(length[i]))
+                        write_key(fresh + (begin + i) * stride + h * HEAD_DIM, (length[i] - 1) % PAGE, (elem *)next[some - 1]);
+                    if (some == 2)
+                        score_two(rows, group, next, c, WIDTH);
+                    else
+                        score_cached(rows, group, *next, next[LATER], c, WIDTH);
                 }
-            for (long j = 0; j < n; j++) {
+            const long both = NARROW ? next - block : 0;
+            for (long j = 0, ahead = 0; j < n; j++) {
+                while (ahead < both * (j + 1) / n) fetch_page(next[ahead++]); /* values, while exponentials are computed */
                 const long end = length[j / group] - at * PAGE, first = window ? end - window : 0;
                 const long width = (bound(at, pages_of(length[j / group])) - at) * PAGE;
                 soften(scores + j * WIDTH, first, end, width, scale, p + j * WIDTH, state + j, o + j * HEAD_DIM);

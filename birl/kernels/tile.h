@@ -317,6 +317,51 @@ static inline __attribute__((always_inline)) void single(const int n, const uint
     for (int i = 0; i < n; i++) *(vec *)(sums + i * ld) = s[i];
 }
 
+#define NARROW 4 /* rows up to which product_of_four is faster than two panels: it has more independent sums */
+#ifdef __AVX512VP2INTERSECT__
+#define NEAR 3 /* first-level cache: 0.9 times as long on Zen 5, but 1.8 times on Zen 4, which lacks that instruction */
+#else
+#define NEAR 2
+#endif
+
+/* sums [n, 64] = or += a W' for panels w0, w0 + apart, w1, w1 + apart; n <= NARROW is a constant. Each of their lines
+   prefetches the one at the same place of n0 or n1. */
+static inline __attribute__((always_inline)) void four(const int n, const uint16_t *a, long lda, const uint16_t *w0,
+                                                       const uint16_t *w1, const uint16_t *n0, const uint16_t *n1,
+                                                       long apart, long blocks, float *sums, long ld, int add) {
+    vec s[NARROW][4] = {};
+    if (add)
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) s[i][j] = *(vec *)(sums + i * ld + j * PANEL);
+    for (long at = 0; at < blocks * TILE; at += BLOCK) {
+        const uint16_t *from[4] = {w0 + at, w0 + apart + at, w1 + at, w1 + apart + at};
+        const uint16_t *later[4] = {n0 + at, n0 + apart + at, n1 + at, n1 + apart + at};
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) __builtin_prefetch(later[j], 0, NEAR);
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) {
+            uint32_t both;
+            memcpy(&both, a + i * lda + at / PANEL, 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) s[i][j] = dot2(s[i][j], both, *(const uvec *)from[j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) *(vec *)(sums + i * ld + j * PANEL) = s[i][j];
+}
+
+static __attribute__((noinline, unused)) void product_of_four(const uint16_t *a, long rows, long lda, const uint16_t *w0,
+                                                              const uint16_t *w1, const uint16_t *n0, const uint16_t *n1,
+                                                              long apart, long blocks, float *sums, long ld, int add) {
+#define FOUR(n) four(n < NARROW ? n : NARROW, a, lda, w0, w1, n0, n1, apart, blocks, sums, ld, add)
+    BY_ROWS(rows, FOUR)
+#undef FOUR
+}
+
 static __attribute__((noinline)) void one(const uint16_t *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
 #define SINGLE(n) single(n, a, lda, b, blocks, sums, ld)
     BY_ROWS(rows, SINGLE)
@@ -432,4 +477,9 @@ static inline void product_of_few(const uint16_t *a, long rows, long lda, const 
 }
 #define START_THREAD()
 #define END_THREAD()
+#endif
+
+#ifndef NARROW
+#define NARROW 0
+#define product_of_four(...) /* is called for no row */
 #endif

@@ -22,8 +22,8 @@ HUGE, MAPPED = 2**21, 2**25  # bytes of a page, and of a mapping
 
 
 class LastingMemory:
-    """Memory for weights that every step reads, in pages of 2 MiB if the kernel has some: a thread of an AMD EPYC (Zen
-    4) reads 28 GB/s instead of 20. A mapping is freed with the last tensor in it."""
+    """Memory for what every step reads, weights and KV cache, in pages of 2 MiB if the kernel has some: a thread of an
+    AMD EPYC (Zen 4) reads 28 GB/s instead of 20. A mapping is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self.mapping: mmap.mmap | None = None

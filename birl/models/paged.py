@@ -8,6 +8,7 @@ a page (kernels/gemm_attention.c). On a GPU keys have the shape of values, which
 (paged_kernels.py).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ from birl.kernels import Kernels
 from birl.kernels.tensors import PAGE
 from birl.models import paged_triton
 from birl.models.attention import Mutual, Variant, bias, visible
+from birl.models.matrix import LastingMemory
 from birl.models.states import States, Step, Stretch
 from birl.models.tree_attention import Area, capped, softmax_beside, tree_attention
 
@@ -59,16 +61,20 @@ class Cache:
     def make(
         cls, pages: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device, sequences: int = 1
     ) -> "Cache":
-        options = {"dtype": dtype, "device": device}
-        keys, values = [], []
+        keys, values, memory = [], [], LastingMemory()
+
+        def made(*shape: int, lazy: bool) -> Tensor:
+            if lazy:
+                return memory.take(math.prod(shape), dtype).view(shape)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         for s in slots:
             # the kernels never read unwritten memory; PyTorch's attention does, and 0 * NaN would be NaN
             plain = device.type == "cpu" and s.key == s.value and not s.extras
             lazy = plain and kernels.load(dtype, s.key) is not None
-            make = torch.empty if lazy else torch.zeros
             key_page = (s.key, PAGE) if device.type == "cpu" else (PAGE, s.key)
-            keys.append(make(pages, s.kv_heads, *key_page, **options))
-            values.append(make(pages, s.kv_heads, PAGE, s.value, **options))
+            keys.append(made(pages, s.kv_heads, *key_page, lazy=lazy))
+            values.append(made(pages, s.kv_heads, PAGE, s.value, lazy=lazy))
         slots_of: dict[int, list[int]] = {}
         for i, s in enumerate(slots):
             slots_of.setdefault(s.layer, []).append(i)

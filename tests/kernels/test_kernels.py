@@ -249,6 +249,32 @@ def test_long_sequences_have_the_same_bits_in_trees_and_pages(k: Kernels, window
         cache.copy_pages(copies)
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_decoding_with_any_number_of_queries_to_a_key_has_the_bits_of_training(group: int) -> None:
+    """Few queries read two pages of keys, or 64 columns of values, at once; sequences end anywhere in a page."""
+    k = kernels.load(torch.bfloat16, 64)
+    assert k is not None
+    heads, tree = 2 * group, [Tree.of(70, (60, 9))]
+    rows = rand(139, (heads + 4) * 64, dtype=k.dtype).view(139, -1, 64)
+    query, key, value = rows.split([heads, 2, 2], dim=1)
+    out, _ = k.tree_attention(query, key, value, Packed(tree).segments, 0.3)
+    cache = Cache.make(9, [Slot(0, heads, 2, 64, 64)], k.dtype, torch.device("cpu"))
+    for store in (*cache.keys, *cache.values):
+        store.fill_(torch.nan)
+    tables = [[4, 3, 2, 1, 0], [4, 3, 8, 7, 6]]
+
+    def attend(places: list[int], which: list[int], lengths: list[int], groups: list[int], shared: list[int]) -> None:
+        layout = Paged.of(cache, [tables[w] for w in which], lengths, groups, shared)
+        at = torch.tensor(places)
+        assert torch.equal(layout.attend_rows(0, k, query[at], key[at], value[at], 0.3)[0], out[at])
+
+    attend(list(range(70)), [0] * 70, list(range(1, 71)), [1] * 70, [0] * 70)
+    cache.copy_pages([(2, 8)])
+    for step in range(60):
+        places = [70 + step, *([130 + step] if step < 9 else [])]
+        attend(places, list(range(len(places))), [71 + step] * len(places), [len(places)], [2])
+
+
 @BOTH
 def test_logprobs_and_their_gradient(k: Kernels) -> None:
     logits, targets = rand(7, 1003) * 5, torch.randint(0, 1003, (7,), generator=torch.Generator().manual_seed(1))
