@@ -29,6 +29,7 @@ from birl.models.heads import AfterHead
 from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 ALIGNED = 64
+CACHED = 1536  # tokens of the vocabulary whose columns, turned by `Kernels.outer`, fit into a second-level cache
 # logit of a token outside of the support: its probability is 0, and products with 0 are 0, not NaN
 OUTSIDE = -1e15
 
@@ -357,7 +358,8 @@ class _KernelLogprobs(torch.autograd.Function):
                 if into is not None:
                     multiply = k.gemm if add else k.gemm_float
                     multiply(grad, turned, None, into[vocab])  # pyright: ignore
-                k.outer(part, k.pack([grad], transposed=True), by_hidden, True)
+                for rows in chunks(len(part), CACHED):
+                    k.outer(part[rows], k.pack([grad[rows]], transposed=True), by_hidden, True)
             else:
                 if into is not None:
                     into[vocab].addmm_(grad, hidden, beta=float(add))
