@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,6 +106,10 @@ def exact() -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's weights, also before they are loaded (`slices.py`)."""
-    pending = getattr(model, "pending", None)
-    return next(model.parameters()).device if pending is None else pending.device
+    """The device that a model computes on, also before its weights are loaded (`slices.py`), or if FSDP keeps its
+    shards in CPU memory."""
+    if (pending := getattr(model, "pending", None)) is not None:
+        return pending.device
+    first: Any = next(model.parameters())
+    on_card = hasattr(first, "device_mesh") and first.device_mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_card else first.device

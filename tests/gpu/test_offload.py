@@ -11,6 +11,7 @@ from birl.learner.learner import Learner
 from birl.learner.muon import Muon
 from birl.learner.rounding import Dither, noise
 from birl.models import attention
+from birl.models.device import device_of
 from birl.parallel.layout import Layout, local
 from birl.parallel.ranks import Grid
 from tests.gpu.card import CUDA, card
@@ -26,7 +27,8 @@ def test_parts_are_in_cpu_memory_and_batches_go_to_the_card(monkeypatch: pytest.
         model.set_attn_implementation(attention.NAME)
         learner = Learner(model, ranks=ranks, dtype=torch.bfloat16, offload=True)
         assert {local(t).device.type for t in learner.tensors().values()} == {"cpu"}
-    assert learner.device == CUDA
+        # a teacher is read to this device, and the run records it
+        assert learner.device == device_of(model) == CUDA
 
 
 def test_a_part_in_cpu_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
