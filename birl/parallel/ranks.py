@@ -205,12 +205,14 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         check_apart(gpu(device))
     shard = grid.fsdp * grid.cp
     mesh = init_device_mesh(device.type, (grid.ddp, shard, grid.tp), mesh_dim_names=("ddp", "shard", "tp"))
-    if grid.ep == 1:
-        return Ranks(grid, mesh)
-    if shard % grid.ep or grid.tp > 1:
+    if shard % grid.ep or grid.ep > 1 < grid.tp:
         raise BirlError(f"parallel: {grid}: ep must divide fsdp x cp = {shard}, and tp must be 1.")
-    rest = (grid.ddp, shard // grid.ep, grid.ep)
-    return Ranks(grid, mesh, init_device_mesh(device.type, rest, mesh_dim_names=("ddp", "rest", "ep")))
+    rest, names = (grid.ddp, shard // grid.ep, grid.ep), ("ddp", "rest", "ep")
+    experts = init_device_mesh(device.type, rest, mesh_dim_names=names) if grid.ep > 1 else None
+    result = Ranks(grid, mesh, experts)
+    for group in list(dist.distributed_c10d._world.pg_map):  # new groups have PyTorch's 30 minutes
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+    return result
 
 
 def check_apart(own: str) -> None:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from birl.data.pack import Batch, pack
@@ -105,6 +106,19 @@ def test_parts_that_fsdp_moves_are_trained(grid: Grid, tied: bool, pinned: bool,
     wanted = read_and_trained(Ranks(), tmp_path)
     for found in on_ranks(grid, read_and_trained, tmp_path, pinned):
         same(found, wanted, 1e-5)
+
+
+def patience(ranks: Ranks) -> set[float]:
+    """Timeouts of the process groups of this rank [s]."""
+    assert ranks.mesh is not None and ranks.experts is not None
+    meshes = [mesh.get_group(name) for mesh, name in ((ranks.mesh, "shard"), (ranks.experts, "ep"))]
+    groups = cast(Any, [dist.group.WORLD, *ranks.groups.values(), *meshes])
+    return {g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups}
+
+
+def test_the_timeout_bounds_the_collectives_of_every_group() -> None:
+    """Only the default group had it, so that FSDP's waited half an hour, and no longer if it was raised."""
+    assert on_ranks(Grid(fsdp=2, ep=2), patience) == [{30.0}] * 2
 
 
 def drawn_groups(seed: int) -> list[Sample]:
