@@ -36,6 +36,8 @@ def report(run: Path) -> str:
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     kept = {key: value for key, value in summary(run).items() if value is not None}
     result = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
+    if isinstance(spent := kept.get("seconds"), float):  # of all its processes, as in the terminal
+        result["seconds"] = spent
     title = str(kept.get("title") or run.name)
     charts = Charts()
     body = [
@@ -91,7 +93,7 @@ def _curves(charts: Charts, steps: Records, validations: Records) -> str:
         charts.draw("Training reward [reward]" if name == "reward/mean" else "Training loss", _lines(name, steps)),
         charts.draw("Validation", tested),
         *(
-            charts.draw(headed(row.title, row.unit), _lines(row.name, steps), about=row.about)
+            charts.draw(headed(row.title, row.unit), _lines(row.name, steps), about=_about(row.name, steps))
             for row in map(figure, CHARTS)
         ),
         charts.draw("Where the time goes [s per step]", _time_series(steps), stacked=True),
@@ -102,6 +104,11 @@ def _curves(charts: Charts, steps: Records, validations: Records) -> str:
 def _together(name: str) -> dict[str, str]:
     """The figures that share a chart with `name`, each with the label of its line."""
     return {row.name: row.line for row in TABLE.values() if row.title == figure(name).title}
+
+
+def _about(name: str, steps: Records) -> str:
+    """The sentence of the first figure of this chart that the run has."""
+    return next((figure(one).about for one in _together(name) if any(one in record for record in steps)), "")
 
 
 def _lines(name: str, steps: Records) -> list[Line]:
