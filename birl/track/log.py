@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -85,6 +86,14 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return record
 
 
+def whole(path: Path, size: int = sys.maxsize) -> int:
+    """Bytes up to the end of the last whole record within `size`; a crash may leave any bytes after it."""
+    *lines, _ = read_bytes(path)[:size].split(b"\n")
+    while lines and not _is_record(lines[-1]):
+        lines.pop()
+    return sum(len(line) + 1 for line in lines)
+
+
 def _is_record(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line.removesuffix(b",")), dict)
@@ -114,15 +123,8 @@ class JsonLog:
                 file.seek(min(max(size - 1, 0), have))
                 fits = size == 0 or file.read(1) == b"\n"
             # truncate() beyond the end would append zero bytes.
-            self._file.truncate(size if fits else self._whole(min(have, size)))
+            self._file.truncate(size if fits else whole(self.path, min(have, size)))
         return fits
-
-    def _whole(self, size: int) -> int:
-        """Length up to the end of the last whole record; a crash may leave any bytes after it."""
-        *lines, _ = read_bytes(self.path)[:size].split(b"\n")
-        while lines and not _is_record(lines[-1]):
-            lines.pop()
-        return sum(len(line) + 1 for line in lines)
 
     def append(self, records: Iterable[object], exact: bool = False) -> None:
         """Append the records as whole lines, or none of them."""

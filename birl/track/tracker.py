@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from birl.config.schema import Reports, Track
 from birl.regular import write_whole, writing
 from birl.track.console import Terminal, only_shown, open_view
-from birl.track.log import JsonLog, encode
+from birl.track.log import JsonLog, encode, whole
 from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
 from birl.track.sink import KINDS, Figures, Start, public
@@ -63,7 +63,8 @@ class Tracker:
             names += ["rollouts.jsonl"] + ["record.jsonl"] * recorded
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
-        short += [self._ledger] * (self._kept() < (offsets or {}).get(LEDGER, 0))
+        kept = whole(self._ledger) if self._ledger.is_file() else 0  # a resume does not truncate it
+        short += [self._ledger] * (kept < (offsets or {}).get(LEDGER, 0))
         if self.track.trace:
             self._trace = Trace(self.run / FILE)
             self.traced = self._trace.begin((offsets or {}).get(FILE), step)
@@ -104,12 +105,8 @@ class Tracker:
     def offsets(self) -> dict[str, int]:
         """Sizes of the files in bytes, after fsync, to be stored in the checkpoint."""
         beside = {FILE: self._trace.size()} if self._trace else {}
-        beside |= {LEDGER: size} if (size := self._kept()) else {}
+        beside |= {LEDGER: self._ledger.stat().st_size} if self._ledger.is_file() else {}
         return {name: log.sync() for name, log in self._logs.items()} | beside
-
-    def _kept(self) -> int:
-        """Bytes of the ledger, which all processes of a run append to: a resume does not truncate it."""
-        return self._ledger.stat().st_size if self._ledger.is_file() else 0
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report the metrics of a training step. Any metric name is allowed."""

@@ -72,8 +72,15 @@ def test_a_ledger_shorter_than_at_the_checkpoint_is_told(tmp_path: Path, capsys:
     with runs.tracker(tmp_path) as tracker:
         tracker.rewind(None, 0)
         offsets = tracker.offsets()
-    for lost, told in ((0, False), (1, True), (2, True)):
-        (tmp_path / "ledger.jsonl").write_text('{"life":1}\n' * (2 - lost))
+    line = '{"life":1}\n'
+    for left, told in (
+        (2 * line, False),
+        (line, True),
+        ("", True),
+        ("\0" * 2 * len(line), True),
+        (2 * line + "{", False),
+    ):
+        (tmp_path / "ledger.jsonl").write_text(left)
         with runs.tracker(tmp_path, console="plain") as tracker:
             tracker.rewind(offsets, 1)
         assert ("ledger.jsonl is shorter" in capsys.readouterr().out.replace("\n", "")) is told
