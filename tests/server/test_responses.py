@@ -271,13 +271,16 @@ def test_a_kept_response_is_read_and_deleted(client: openai.OpenAI) -> None:
         items = list(client.responses.input_items.list(made.id, order="asc", limit=2))  # of two pages
         assert [(item.role, item.content) for item in items] == [(m["role"], m["content"]) for m in said]  # type: ignore[union-attr]
         assert [item.id for item in client.responses.input_items.list(made.id)] == [item.id for item in items][::-1]
+        for limit in ("0", "101", "9" * 5000, "few"):
+            with pytest.raises(openai.BadRequestError, match=r"limit must be from 1 to 100\."):
+                client.responses.input_items.list(made.id, extra_query={"limit": limit})
         with pytest.raises(openai.BadRequestError, match="The response is incomplete: only one that is being streamed"):
             client.responses.cancel(made.id)
         client.responses.delete(made.id)
         for method in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
             with pytest.raises(openai.NotFoundError, match=f"There is no response '{made.id}'"):
                 method(made.id)
-        with pytest.raises(openai.BadRequestError, match="there is no response"):
+        with pytest.raises(openai.BadRequestError, match=r"there is no response .* episode, deleted, requested with"):
             ask(client, previous_response_id=made.id)
 
 
