@@ -227,7 +227,9 @@ static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
 /* With many rows, computing takes longer. Some columns of weights stay in the second-level cache for one block of rows
    after another: weights are read once, and a row of the result is written from left to right. */
 static void many_rows(const task *t) {
-    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = cached() / (2 * blocks * TILE * 2) + 1;
+    /* columns of a turned x are transposed anew for each part: weights from the third-level cache take less time */
+    const long room = t->turned && MANY < 16 ? 8 * cached() : cached();
+    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = room / (2 * blocks * TILE * 2) + 1;
     const long parts = (mine + most - 1) / most;
     uint16_t *made = t->coded ? take(&decodes, 2 * (mine < most ? mine : most) * blocks * TILE * 2) : NULL;
     float sums[32 * 32] __attribute__((aligned(64)));
