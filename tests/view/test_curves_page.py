@@ -340,6 +340,7 @@ def test_marks_of_an_axis_are_told_apart(chromium: Any, url: str) -> None:  # no
         )
         assert told([0, 0.025, 0.05], False) == ["0.000", "0.025", "0.050"]
         assert told([0, 0.00025, 0.001], False) == ["0", "2.5e-4", "1e-3"]
+        assert told([0, -2e-10, -4e-10], False) == ["0", "-2e-10", "-4e-10"]
         assert told([0, 20_000, 1_500_000], False) == ["0", "20k", "1.5M"]
         assert told([1e-4, 0.001, None, 0.0596, 0.1, 1, 100, 20_000], True) == [
             "1e-4",

@@ -158,7 +158,10 @@ function reach(low, high, log) {
 /** Tick labels of a y-axis with the fewest digits that distinguish them; null is a tick without a label. */
 export function labels(marks, log) {
   const known = marks.filter((mark) => mark !== null), size = Math.max(...known.map(Math.abs));
-  const digits = Math.max(...known.map((mark) => (String(Number(mark.toPrecision(6))).split(".")[1] || "").length));
+  const digits = Math.max(0, ...known.map((mark) => {
+    const [mantissa, exponent] = Number(mark.toPrecision(6)).toExponential().split("e");
+    return (mantissa.split(".")[1] || "").length - exponent;
+  }));
   return marks.map((mark) => {
     if (mark === null || (log && Number(mark.toPrecision(1)) !== Number(mark.toPrecision(6)))) return ""; // the end of the scale
     if (log ? mark < 1e-3 : size < 0.1 && digits > 4) return mark ? Number(mark.toPrecision(2)).toExponential() : "0";
