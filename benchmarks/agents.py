@@ -159,6 +159,7 @@ def measure(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
         found, episodes[:] = generation(args, policy, cache)
         return found
 
+    generation(argparse.Namespace(**{**vars(args), **TINY, "tasks": 1}), policy)  # warm-up: lays the weights out
     generated = in_turns(partial(generate, True), partial(generate, False), args.rounds)
     samples = [sample(turns, i // args.branches, i) for i, turns in enumerate(episodes)]
     weights, pair_cost = [1 / sum(sum(s.mask) for s in samples)] * len(samples), policy.pair_cost
