@@ -10,6 +10,7 @@ is the state before these tokens, and is updated to that after them. Gradients f
 from the same one add their gradients.
 """
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,8 @@ def ask_layouts(model: nn.Module) -> None:
     if model in ASKING:
         return
     ASKING.add(model)
+    if not torch.cuda.is_available():  # transformers advises kernels (fla, causal-conv1d) that need a GPU
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for path, module in model.named_modules():
         owner: Any = next(k for k in type(module).__mro__ if "forward" in vars(k) and "handed" not in vars(k))
         if owner.__name__ in CACHE and owner not in ASKING:

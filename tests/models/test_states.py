@@ -1,5 +1,6 @@
 """Layers with a state of their own in packed rows: it starts anew with each sequence and is forked at each branch."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -125,6 +126,12 @@ def test_a_model_of_states_alone_counts_its_tokens_in_pages() -> None:
     assert not shape.pair_cost and abs(shape.parameters / sum(p.numel() for p in model.parameters()) - 1) < 0.3
 
 
+def test_kernels_for_gpus_are_advised_with_a_gpu_alone() -> None:
+    slots_of(build("qwen3_5_text"))
+    told = logging.getLogger("transformers.integrations.hub_kernels").isEnabledFor(logging.WARNING)
+    assert told == torch.cuda.is_available()
+
+
 KERNELS = """
 import functools
 from importlib import import_module
@@ -162,7 +169,7 @@ def test_kernels_of_fla_and_causal_conv1d_are_used_where_they_are_installed(tmp_
         "print(sorted({**fla.CALLED, **causal_conv1d.CALLED}))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=900)
     expected = [
         "causal_conv1d_fn",
         "causal_conv1d_update",

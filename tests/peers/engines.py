@@ -483,7 +483,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CHECKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sights.TEXT["head_dim"], sights.AXES["rope_parameters"]["mrope_section"] = 32, [8, 4, 4]  # for vLLM's kernels
+    sights.TEXT["head_dim"] = 32  # for vLLM's kernels
+    sights.AXES["rope_parameters"] |= {
+        "mrope_section": [8, 4, 4],
+        "mrope_interleaved": True,
+    }  # as Qwen3-VL
     if not arguments.address and shutil.which(arguments.python) is None:
         parser.error(f"--python {arguments.python}: there is no such program")
     with tempfile.TemporaryDirectory() as tmp:
