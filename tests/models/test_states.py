@@ -163,8 +163,9 @@ def test_kernels_of_fla_and_causal_conv1d_are_used_where_they_are_installed(tmp_
     for name in ("fla", "causal_conv1d"):
         (tmp_path / f"{name}.py").write_text(KERNELS)
     program = (
-        "from tests.models.sweep import Bench, rows, trained; from tests.zoo import build; import fla, causal_conv1d; "
-        "from birl.types import SamplingParams; b = Bench(build('qwen3_5_text')); "
+        "import fla, causal_conv1d; from tests.models.sweep import Bench, quarter, rows, trained; "
+        "from tests.zoo import build; "
+        "from birl.types import SamplingParams; b = Bench(quarter(build('qwen3_5_text'))); "
         "b.generate([SamplingParams(max_tokens=4)] * 2); assert not trained(b, rows(groups=2, episodes=2)); "
         "print(sorted({**fla.CALLED, **causal_conv1d.CALLED}))"
     )
