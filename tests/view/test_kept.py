@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,23 @@ def test_a_damaged_index_is_not_used(path: Path, cache: Path, data: bytes) -> No
     (file,) = cache.iterdir()
     file.write_bytes(data)
     assert opened(path).count == 30
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b.replace(b"'shape': (30,), }", b"'shape': (3,), } "),  # numpy reads the first rows alone
+        lambda b: b.replace(b"'shape': (30,), }", b"'shape': (30,), ("),  # an error of tokenize
+        lambda b: b.replace(b"PK\x01\x02", b"PK\x01\x02\xff\xff\xff\xff", 1)[: len(b)],  # of zipfile
+    ],
+)
+def test_an_index_with_changed_bytes_is_not_used(path: Path, cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    opened(path)
+    (file,) = cache.iterdir()
+    data = file.read_bytes()
+    assert damage(data) != data
+    file.write_bytes(damage(data))
+    assert opened(path).count == 30 and opened(path).head(29)["text"] == "row 29"
 
 
 def test_an_index_that_lacks_something_is_not_used(path: Path, cache: Path) -> None:
