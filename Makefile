@@ -336,7 +336,6 @@ check-peers: .venv-peers/setup.done
 # For SGLang, which has no CPU build of its kernels: docs/engines.md.
 check-engines: setup .venv-vllm/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python $(CHECK_FLAGS)
-	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python --sees
 
 chaos: setup-dev
 	@failed=; for seed in "0" "1 --method direct" "2 --attach --fork"; do \
