@@ -6,6 +6,7 @@ import pytest
 from birl.engine.pages import FIRST, Pages, pages_for, sharing
 from birl.engine.request import Request
 from birl.engine.scheduler import SOON, ScheduledTokens, Scheduler
+from birl.engine.steps import Steps
 from birl.errors import BirlError
 from birl.types import SamplingParams, Stop
 
@@ -103,6 +104,25 @@ def test_rows_that_share_pages_are_neighbours_in_one_group() -> None:
     assert sharing([shared] * 20, list(range(55, 75)), most=8) == ([10, 10], [2, 3])
     assert sharing([shared] * 20, list(range(60, 80)), most=8) == ([8, 12], [2, 3])
     assert sharing([[1], [2]], [4, 5]) == ([1, 1], [1, 1])
+
+
+def test_a_step_computes_sequences_with_common_pages_side_by_side() -> None:
+    plan = []
+    for pages in ([1, 2, 3], [4, 5], [1, 2, 6], [4, 7]):  # agents of two tasks, as their turns come in
+        one = request(70, 5)
+        one.pages = pages
+        plan.append(ScheduledTokens(request=one, start=69, tokens=[1]))
+
+    class Ended(Exception): ...
+
+    class Runner:
+        def run(self, plan: list[ScheduledTokens]) -> None:
+            raise Ended
+
+    with pytest.raises(Ended):
+        Steps(100, cast(Any, Runner()), cast(Any, None), 0).single(plan)
+    tables = [work.request.pages for work in plan]
+    assert sharing(tables, [70, 70, 40, 40]) == ([2, 2], [2, 1]) and tables[0][:2] == tables[1][:2] == [1, 2]
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
