@@ -137,7 +137,7 @@ def test_partial_credit_and_limits_of_each_test(sandbox: Sandbox) -> None:
         "import time\ndef f(x):\n    if x == 1: time.sleep(60)\n    if x == 2: print('x' * 9999999)\n    return x"
     )
     tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
-    limits = Limits(seconds=10, output_bytes=1000)
+    limits = Limits(seconds=20, output_bytes=1000)
     report = asyncio.run(run_tests(sandbox, solution, cases(tests), limits, at_once=2))
     assert [v.passed for v in report.verdicts] == [True, False, False, True] and report.share == 0.5
     assert [v.detail.partition(":")[0] for v in report.verdicts[1:3]] == ["timeout", "output"]

@@ -107,7 +107,7 @@ while True:
 
 
 async def test_one_that_does_not_listen_is_killed_with_its_children(tmp_path) -> None:
-    child = sleeper(tmp_path, STUBBORN, stop_timeout=8.0)
+    child = sleeper(tmp_path, STUBBORN, stop_timeout=20.0)
     await child.start()
     grandchild = int((tmp_path / "up").read_text())
     await child.terminate()
