@@ -336,6 +336,9 @@ check-peers: .venv-peers/setup.done
 # For SGLang, which has no CPU build of its kernels: docs/engines.md.
 check-engines: setup .venv-vllm/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python $(CHECK_FLAGS)
+	@if .venv-vllm/bin/python -c 'import torchvision' 2>/dev/null; then \
+		PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python --sees; \
+		else echo "Prompts with pictures are not compared: .venv-vllm has no torchvision of its PyTorch"; fi
 
 chaos: setup-dev
 	@failed=; for seed in "0" "1 --method direct" "2 --attach --fork"; do \

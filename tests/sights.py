@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedTokenizerFast
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from tests.tiny import tiny_tokenizer
 
@@ -149,6 +150,7 @@ def image_processor(kind: str) -> dict[str, Any]:
             "image_processor_type": "Qwen2VLImageProcessor",
             **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
             "size": {"shortest_edge": 64, "longest_edge": 1024},
+            **{"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD},  # vLLM has no defaults
         }
     if kind == "mistral3":
         return {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 8}
