@@ -209,11 +209,12 @@ def _copied(path: Path, kind: str, digest: str, **options: Any) -> Any:
     """The file's copy in the cache of `datasets`, which is made anew if it cannot be read, or was written to later than
     its description, which is written last: `datasets` has no digest of it."""
     import datasets
+    from datasets.config import HF_DATASETS_CACHE
 
     def load() -> Any:
         return datasets.load_dataset(kind, digest, data_files=str(path), split="train", **options)
 
-    root, pattern = Path(datasets.config.HF_DATASETS_CACHE, kind), f"{digest}-*"
+    root, pattern = Path(HF_DATASETS_CACHE, kind), f"{digest}-*"
     try:
         table = load()
         files = [Path(entry["filename"]) for entry in table.cache_files]

@@ -55,8 +55,9 @@ def load_data(
     rows = own_rows(config, world, "validation", given_validation)
     validation = load_tasks(data, "validation", given=rows, **of)
     for tasks in (*train, *validation):
-        for task in tasks if world.section is not None else ():
-            world.section(task)  # raises for a row that names no environment
+        if section := world.section:
+            for task in tasks:
+                section(task)  # raises for a row that names no environment
         check_answers(tasks.rows, tasks.reader.answer, compares(config))
     if data.validation_split > 0 and not validation:
         train, validation = split_validation(train, data.validation_split, config.seed)

@@ -311,11 +311,11 @@ def test_a_damaged_copy_of_datasets_is_made_again(
 ) -> None:
     """Numbers of a CSV file became text, a Parquet file that is good was called unreadable, and rows in which bytes had
     changed were trained."""
-    import datasets
+    from datasets.config import HF_DATASETS_CACHE
 
     write(tmp_path / name)
     assert list(read(str(tmp_path / name))) == ROWS and "made again" not in capsys.readouterr().out
-    (copy,) = Path(datasets.config.HF_DATASETS_CACHE).rglob(pattern)
+    (copy,) = Path(HF_DATASETS_CACHE).rglob(pattern)
     data = copy.read_bytes()
     copy.unlink()  # the table of before is mapped
     copy.write_bytes(damage(data))

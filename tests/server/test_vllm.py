@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from starlette.responses import JSONResponse
+from transformers import AutoImageProcessor
 
-from birl.engines.vllm import command, environment, write_plugin
+from birl.engines.vllm import check_normalized, command, environment, write_plugin
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digest, digests
@@ -192,6 +193,19 @@ async def test_pictures_are_sent_as_files_and_their_tokens_are_compared(tmp_path
     double.fail["/inference/v1/generate"] = JSONResponse({"prompt_token_ids": sent["token_ids"], "choices": []})
     with pytest.raises(BirlError, match=r"other tokens for a prompt with pictures \(8 instead of 20\)"):
         await adapter.generate(prompt, params(4))
+
+
+def test_a_folder_without_mean_and_deviation_of_pixels_is_refused(tmp_path) -> None:
+    folder = sights.folder(tmp_path / "m")
+    check_normalized(folder)
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    del settings["image_mean"]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(BirlError, match=r"preprocessor_config\.json has no image_mean and image_std"):
+        check_normalized(folder)
+    AutoImageProcessor.from_pretrained(folder).save_pretrained(folder)
+    check_normalized(folder)
 
 
 def test_the_start_command(tmp_path) -> None:

@@ -16,6 +16,7 @@ from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.wire import Remote
 from birl.errors import BirlError
 from birl.process import flags
+from birl.regular import read_json
 from birl.samples import LISTED
 
 
@@ -96,10 +97,27 @@ def environment(
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
     from birl.engines.vllm.adapter import VLLM
 
+    if wanted.pictures is not None:
+        check_normalized(wanted.folder)
     token = token if engine.attach else ""  # its token does not protect its control endpoints
     result = VLLM(address, token=token, **spoken(engine, wanted))
     result.pictures = wanted.pictures
     return result
+
+
+def check_normalized(folder: Path) -> None:
+    """Raises `BirlError` for a model folder without the mean and deviation of pixels: vLLM would not normalize them,
+    where transformers uses its class's values (`_load_norm_params` of vLLM's mm_input_norm.py)."""
+    from birl.models.vision import PROCESSORS
+
+    files = [folder / name for name in PROCESSORS]
+    found = [read_json(file) for file in files if file.is_file()]
+    found = [each.get("image_processor", each) for each in found]
+    if not any({"image_mean", "image_std"} <= each.keys() or each.get("do_normalize") is False for each in found):
+        raise BirlError(
+            f"{files[-1]} has no image_mean and image_std, without which vLLM computes with pixels from 0 to 255. "
+            f"Write them: `AutoImageProcessor.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`."
+        )
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:

@@ -47,10 +47,12 @@ class Refused(Exception):
 def fingerprint(tensor: Tensor, hash: str) -> str:
     """Hash of type, shape and bytes; with xxh3_128 the same as `birl.models.digests.digest`, of pieces' hashes."""
     result = HASHES[hash](f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
-    data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    whole = len(data) // PIECE * PIECE if xxhash and hash == "xxh3_128" else 0
-    for i in range(0, whole, PIECE):
-        result.update(xxhash.xxh3_64_intdigest(data[i : i + PIECE]).to_bytes(8, "little"))
+    data = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore
+    whole = 0
+    if xxhash and hash == "xxh3_128":
+        whole = len(data) // PIECE * PIECE
+        for i in range(0, whole, PIECE):
+            result.update(xxhash.xxh3_64_intdigest(data[i : i + PIECE]).to_bytes(8, "little"))
     result.update(data[whole:])
     return result.hexdigest()
 
