@@ -1,5 +1,7 @@
 """The predictions of docs/gpu.md are those of the operations of today, and their arithmetic is that of paper."""
 
+import re
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from birl.models.shape import Shape
 from birl.plan.cluster import cluster_of
 from tests.gpu.card import CUDA, card
 
+H200 = 1  # column of the tables
 FIX = "docs/gpu.md: run `python -m benchmarks.gpu --roofline`"
 
 
@@ -21,6 +24,16 @@ def test_the_predictions_of_a_model_are_in_the_docs() -> None:
 
 def test_all_predictions_are_in_the_docs() -> None:
     assert roofline.text() in roofline.PAGE.read_text(encoding="utf-8"), FIX
+
+
+def test_an_h200_is_predicted_to_be_used() -> None:
+    """Qwen3-8B: decoding at 70 % of the floor of its memory at least, training at 45 % of its FLOPs."""
+    decoding, training = (
+        [int(share) for share in re.findall(r"(\d+)%", line)]
+        for line in roofline.PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| qwen3-8b |")
+    )
+    assert decoding[H200] >= 70 and training[H200] >= 45
 
 
 def test_the_floor_of_decoding() -> None:

@@ -25,7 +25,7 @@ from birl.learner.learner import Learner, Stats
 from birl.train.build_worker import objective_of
 from birl.train.objective import LossInputs, surrogate_of
 from tests.data.test_pack import groups
-from tests.families import family
+from tests.families import FAMILIES, family
 from tests.gpu.card import CUDA, card
 from tests.parallel.test_learner import reinforce
 
@@ -34,7 +34,7 @@ SAMPLES = groups(30)
 WORK = 2 * pack(SAMPLES, [1.0] * len(SAMPLES), 40)
 #: distill and echo need a teacher and an environment, and add nothing here; online_dpo looks for its pairs, and waits
 PRESETS = sorted({*presets(schema.RL)["algorithm"]} - {"distill", "echo", "online_dpo"})
-MODELS = {"qwen3": 0.0, "qwen3_moe": 0.01}  # the weight of the balance of experts
+MODELS = dict.fromkeys(FAMILIES, 0.0) | {"qwen3_moe": 0.01}  # the weight of the balance of experts
 
 
 class Waits(TorchDispatchMode):
@@ -107,7 +107,8 @@ def on_host(batch: Batch) -> Batch:
     return replace(batch, **{n: mode.from_tensor(t) for n, t in values.items() if isinstance(t, Tensor)})
 
 
-@pytest.mark.parametrize("kind", MODELS)
+#: Gemma 3's constructor makes a tensor of a number, which is not simulated on this device
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gemma3_text"])
 def test_the_gradients_of_a_step_are_waited_for_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For its figures, when all of its micro-batches are launched."""
     assert len(WORK) > 2
