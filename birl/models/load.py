@@ -341,7 +341,8 @@ def save_hf_config(
     with quiet():
         save_config(model.config, folder, source)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)  # pyright: ignore
+            # save_pretrained of versions before 5.23 refuses a temperature without do_sample
+            model.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
         tokenizer.save_pretrained(folder)
 
 
