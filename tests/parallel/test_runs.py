@@ -203,7 +203,7 @@ def test_what_wrote_nothing_leaves_nothing(tiny: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("birl.process.subprocess", subprocess)  # a rank that is forked prints a warning
     words = [f"model.path={tiny}", "data.train=[given]", f"run={tmp_path}/run", "threads=1", COPIES]
     train(load(schema.DPO, words), dry_run=True, given=Given(train=offline.PAIRS))
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists(), [f.read_bytes() for f in (tmp_path / "run").rglob("*.*")]
     rows = [*offline.PAIRS, {"prompt": "Why?", "chosen": "So.", "rejected": "So."}]
     with pytest.raises(BirlError, match="row 13: `chosen` and `rejected` are the same"):
         train(load(schema.RM, words), given=Given(train=rows))
