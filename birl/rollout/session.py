@@ -9,6 +9,7 @@ that the model saw or sampled before are reused and never tokenized again from t
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -168,9 +169,11 @@ class Session:
         own_stop = tuple(s for s in params.stop if s not in self.params.stop)
         self._open += 1
         try:
+            tell = not keep_end and "history" not in self.notes
             asked = tuple(self.known), self.chat, conversation, tools, owner, keep_end
+            work = partial(prompted, *asked, tell=tell)
             long = characters(conversation) > LONG
-            prompt, talk = await called(continued, *asked, threads=PROMPTS) if long else continued(*asked)
+            prompt, talk, what = await called(work, threads=PROMPTS) if long else work()
             room = self.limits.tokens - len(prompt)
             if room < 1:
                 raise TooLong(
@@ -178,7 +181,7 @@ class Session:
                     "(model.max_length, at most the model's context)"
                 )
             params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
-            if not keep_end and "history" not in self.notes and (what := changed(asked[0], conversation, owner)):
+            if what and "history" not in self.notes:
                 self.notes.add("history")
                 print(
                     f"An agent changed its history: in turn {number} {what} from before. So the turn begins a new "
@@ -254,6 +257,12 @@ def chosen(engines: Engine | Mapping[str, Engine], policy: str, agent: str) -> t
             "as its attribute `policy`, an agent as `policy` of `ask`, a client as the request's `model`."
         )
     return name, engines[name]
+
+
+def prompted(known: Sequence[Known], *asked: Any, tell: bool) -> tuple[tuple[int, ...], Conversation, str]:
+    """`continued`, and if `tell` what has `changed`."""
+    _, conversation, _, owner, _ = asked
+    return *continued(known, *asked), changed(known, conversation, owner) if tell else ""
 
 
 def continued(
