@@ -57,13 +57,13 @@ Start = Callable[[list[str]], Child]
 
 def started(words: list[str]) -> Child:
     """`birl WORDS`, as a user starts it; it does not outlive this process. Its output is a pipe, not a file as that of
-    `Group`: `no_room` would cut that off with its other files."""
+    `Group`: `no_room` would cut that off with its other files, and bytecode, which no later process could import."""
     process = subprocess.Popen(
         tied([sys.executable, "-m", "birl", *words]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -97,6 +97,7 @@ def _birl(words: list[str], pipe: Any) -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the fork server ends with this process
     os.setsid()
+    sys.dont_write_bytecode = True  # see `started`
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what runs in its background
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)

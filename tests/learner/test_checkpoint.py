@@ -8,6 +8,7 @@ import torch
 from birl.cli import checkpoints
 from birl.errors import BirlError
 from birl.learner import checkpoint, step_folders
+from tests.full_disk import full_disk
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -73,20 +74,10 @@ def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path, step: int) -> None:
     """Where there is an earlier one, it says so, and only there."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
-
     earlier = [checkpoint.save(tmp_path, 1, tensors(), {}).name] if step > 1 else []
     said = "step-000001, the newest complete checkpoint, is untouched" if earlier else "no complete checkpoint yet"
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(BirlError, match=f"Could not save the checkpoint .*{said}"):
-            checkpoint.save(tmp_path, step, {"model.a": torch.zeros(10**6)}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+    with full_disk(100_000), pytest.raises(BirlError, match=f"Could not save the checkpoint .*{said}"):
+        checkpoint.save(tmp_path, step, {"model.a": torch.zeros(10**6)}, {})
     assert [p.name for p in tmp_path.iterdir()] == earlier
 
 
