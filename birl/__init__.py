@@ -29,12 +29,13 @@ ELSEWHERE = {
     "ORPOTrainer": 'birl.DPOTrainer(loss_type="orpo"), or `birl dpo preference.loss=orpo`',
     "CPOTrainer": 'birl.DPOTrainer(loss_type="simpo"), or `birl dpo preference.loss=simpo`',
     "GKDTrainer": 'birl.Trainer(overrides={"algorithm": "distill"})',
-    **dict.fromkeys(
-        ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig", "PPOConfig", "ORPOConfig"),
-        "its names are parameters of the trainers, as in birl.Trainer(num_generations=8); args= takes a dict of them, "
-        "or TRL's own object",
-    ),
+    "TrlParser": "a command takes key=value words and YAML files, as in `birl rl FILE.yaml optimizer.lr=1e-6`",
+    "ScriptArguments": "data sets are train_dataset= and eval_dataset= of the trainers, or data.train of a command",
+    "get_peft_config": "lora_r and lora_alpha are parameters of the trainers",
 }
+CONFIGS = (
+    "its names are parameters of the trainers, as in birl.Trainer(num_generations=8); args= takes the object itself"
+)
 
 
 def __getattr__(name: str) -> object:
@@ -42,8 +43,8 @@ def __getattr__(name: str) -> object:
         from birl import trainer
 
         return getattr(trainer, name)
-    if name in ELSEWHERE:
-        raise ImportError(f"birl has no {name}: {ELSEWHERE[name]} (docs/from_trl.md).")
+    if name in ELSEWHERE or name.endswith("Config"):
+        raise ImportError(f"birl has no {name}: {ELSEWHERE.get(name, CONFIGS)} (docs/from_trl.md).")
     if name.endswith("Trainer"):
         raise ImportError(f"birl has no {name}: {', '.join(n for n in __all__ if 'Trainer' in n)} (docs/from_trl.md).")
     raise AttributeError(f"module 'birl' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-_JOINERS = "\u200c\u200d"  # invisible, but required for emoji and Persian
+_KEPT = "\n\t\u200c\u200d"  # the last two are invisible, but required for emoji and Persian
 
 
 def visible(text: str) -> str:
@@ -14,8 +14,5 @@ def visible(text: str) -> str:
     text = text.replace("\r\n", "\n")
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(f"⟪U+{ord(c):04X}⟫" if _obeyed(c) else c for c in text)
-
-
-def _obeyed(char: str) -> bool:
-    return char not in "\n\t" and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    obeyed = (c not in _KEPT and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in text)
+    return "".join(f"⟪U+{ord(c):04X}⟫" if bad else c for c, bad in zip(text, obeyed, strict=True))

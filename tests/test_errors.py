@@ -1,13 +1,18 @@
 """What ends a command is told without what a terminal would obey."""
 
 import errno
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from birl import cli
+from birl.cli import chat
 from birl.errors import BirlError, tell
+from birl.text.chat import Chat
+from tests.tiny import tiny_model_folder
 
 EVIL = "\x1b]0;owned\x07 \x1b[2J \u202e"
 
@@ -31,3 +36,21 @@ def test_no_escape_of_an_error_reaches_the_terminal(
         sys.excepthook(raised.type, raised.value, raised.tb)
     said = capsys.readouterr().err
     assert "\x1b" not in said and "\u202e" not in said and "⟪U+001B⟫[2J" in said and "second line\n" in said
+
+
+def test_no_escape_of_a_folder_or_a_model_reaches_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "checkpoints/step-000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"files": {EVIL: {"bytes": 1, "sha256": "0" * 64}}}))
+    rows = ({"event": "sampled", "tokens": 3}, {"event": "settled", "step": 1, "tokens": {EVIL: 3}})
+    about = {"life": 1, "group": 0}
+    (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(about | row)}\n" for row in rows))
+    monkeypatch.setattr(chat, "_ask", iter(["Hi", None]).__next__)
+    monkeypatch.setattr(Chat, "reply_text", lambda *_: EVIL)
+    model = str(tiny_model_folder(tmp_path / "model"))
+    for words in (["checkpoints", str(tmp_path), "verify"], ["ledger", str(tmp_path)], ["chat", model, "max_tokens=1"]):
+        cli.main(words)
+        said = "".join(capsys.readouterr())
+        assert "\x1b" not in said and "\u202e" not in said and "⟪U+001B⟫[2J" in said, words

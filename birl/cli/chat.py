@@ -13,6 +13,7 @@ from birl.errors import BirlError
 from birl.hub import check_model, is_model
 from birl.text.bounds import cannot_fit
 from birl.types import Message, SamplingParams
+from birl.visible import visible
 
 
 @dataclass(kw_only=True)
@@ -89,7 +90,7 @@ async def _converse(target: str, settings: Settings, compute: Executor) -> None:
             completion = await engine.generate(ids, params)
             answer = completion.ids
             messages.append(policy.chat.parse(answer, prompt=ids))
-            print(policy.chat.reply_text(answer))
+            print(visible(policy.chat.reply_text(answer)))
     finally:
         await engine.close()
 

@@ -12,6 +12,7 @@ from birl.cache import sweep
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.learner import step_folders
 from birl.regular import check_new, read_json
+from birl.visible import visible
 
 FORMS = {
     "verify": "verify [STEP]",
@@ -106,7 +107,7 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
     for path in chosen:
         problems = checkpoint.verify(path)
         bad += bool(problems)
-        print(f"{path.name}: {'; '.join(problems) or 'intact'}")
+        print(visible(f"{path.name}: {'; '.join(problems) or 'intact'}"))
     return 1 if bad else 0
 
 

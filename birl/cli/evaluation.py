@@ -220,7 +220,7 @@ def check_failures(groups: Sequence[Group]) -> None:
         )
         if len(failed) == len(episodes):
             raise BirlError(text)
-        print(text)
+        print(visible(text))
 
 
 def check_versions(groups: Sequence[Group]) -> None:

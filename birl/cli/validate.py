@@ -28,6 +28,7 @@ from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
 from birl.rollout.tasks import limits_in
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
+from birl.visible import visible
 
 AT_ONCE = 64  # rows that run concurrently
 SHOWN = 20  # failing rows that are printed
@@ -182,7 +183,7 @@ def run(config: schema.Eval) -> int:
         total, wrong = asyncio.run(validate(config, compute))
     print(f"{total - len(wrong)} of {total} rows: the gold answer scores 1.")
     for each in wrong[:SHOWN]:
-        print(f"  {each.where}: {each.why}")
+        print(visible(f"  {each.where}: {each.why}"))
     if len(wrong) > SHOWN:
         print(f"  and {len(wrong) - SHOWN} more")
     return 1 if wrong else 0

@@ -39,10 +39,12 @@ def read(name: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         result = type(content).__name__
         raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, not a {result}")
-    keys = [key for key, _ in flat(content)]
-    if twice := next((key for key in keys if keys.count(key) > 1), ""):
-        raise BirlError(f"{name}: {twice} is there twice, nested and with a dot. Remove one.")
-    return dict(flat(content))
+    result: dict[str, Any] = {}
+    for key, value in flat(content):
+        if key in result:
+            raise BirlError(f"{name}: {key} is there twice, nested and with a dot. Remove one.")
+        result[key] = value
+    return result
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -108,15 +110,11 @@ def to_yaml(config: "Config") -> str:
 
 
 def _escape(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _escape(item) for key, item in value.items()}
-        case list():
-            return [_escape(item) for item in value]
-        case str():
-            return value.replace("${", "\\${")
-        case _:
-            return value
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def flatten(config: "Config") -> dict[str, Any]:

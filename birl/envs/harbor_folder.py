@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from birl.errors import BirlError
-from birl.regular import inside, read_text
+from birl.regular import inside, read_bytes, read_text
 from birl.sandbox.confine import ENVIRONMENT
 
 MOST = 64 << 20  # largest size of all files of a task [bytes]
@@ -247,7 +247,7 @@ class Recipe:
             if origin.stat().st_size > MOST:
                 raise BirlError(f"{origin}: it has {origin.stat().st_size >> 20} MiB; a task has at most {MOST >> 20}.")
             whole = f"{place}/{origin.name}" if several or target.endswith("/") or target == "." else place
-            self.files[whole.lstrip("/")] = origin.read_bytes()
+            self.files[whole.lstrip("/")] = read_bytes(origin)
 
     def inside(self, place: str, file: Path | None = None) -> str:
         """The absolute path, as `file` names it. Raises `BirlError` if it is outside of the sandbox's folders."""

@@ -60,6 +60,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     steps = _undisturbed(steps, rolled, batch * engines)
     rolled = {step: its for step, its in rolled.items() if step in {m["step"] for m in steps}}
     name = f"measured: {folder.name}, {len(steps)} of {all_steps} steps"
+    left = ("time/validate", "time/checkpoint")  # parts of a step that a simulation leaves out
     reward = float(np.median([m.get("time/reward") or 0.0 for m in steps]))
     result: dict[str, Any] = {
         "engine": {
@@ -77,7 +78,7 @@ def _figures(folder: Path) -> dict[str, Any]:
             "order_window": config.get("rollout.order_window", 0),
         },
         "result": {
-            "seconds_per_step": float(np.mean([_own_seconds(m) for m in steps])),
+            "seconds_per_step": float(np.mean([m["time/step"] - sum(m.get(n) or 0.0 for n in left) for m in steps])),
             "engines": engines,
             "learners": 1,
             "shared": config["rollout.max_staleness"] == 0 and _embedded(config),
@@ -113,11 +114,6 @@ def _machines(config: Mapping[str, Any]) -> tuple[int, int, int]:
         return groups, ranks, groups * ranks
     each = config.get("engine.tensor_parallel", 1) * config.get("engine.pipeline_parallel", 1)
     return config.get("engine.count", 1), each, groups * ranks
-
-
-def _own_seconds(m: Mapping[str, Any]) -> float:
-    """Seconds of a step without the parts that a simulation leaves out."""
-    return m["time/step"] - (m.get("time/validate") or 0.0) - (m.get("time/checkpoint") or 0.0)
 
 
 def _engine(

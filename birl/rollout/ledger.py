@@ -24,6 +24,7 @@ from birl.regular import parse_json, read_bytes
 from birl.rollout.assemble import Usage
 from birl.track.log import JsonLog, numbered
 from birl.types import Group, Outcome, Sample, Trajectory
+from birl.visible import visible
 
 FILE = "ledger.jsonl"
 FIELDS = {  # whole numbers that a row of each event has
@@ -187,8 +188,8 @@ def run(words: Sequence[str]) -> int:
         ) from error
     print(f"{result.sampled:>12,}  tokens sampled, by {result.lives} process{'es' * (result.lives != 1)}")
     for reason, tokens in result.tokens.most_common():
-        print(f"{tokens:>12,}  {reason}")
+        print(visible(f"{tokens:>12,}  {reason}"))
     for problem in result.problems:
-        print(f"birl: {problem}", file=sys.stderr)
+        print(visible(f"birl: {problem}"), file=sys.stderr)
     print("The ledger does not close." if result.problems else "The ledger closes.")
     return 1 if result.problems else 0

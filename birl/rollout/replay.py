@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import check_all, inside, read_bytes
 from birl.rollout.pipeline import Step
 from birl.samples import Support
 from birl.seeds import derive_seed
@@ -86,6 +87,7 @@ def steps_of(run: Path) -> Iterator[Recorded]:
 def take_pictures(recorded: Path, run: Path) -> None:
     """Copy the picture files of prompts and environments; they are looked up by their tokens (`text/pictures.py`)."""
     if (recorded / PICTURES).is_dir():
+        check_all(recorded / PICTURES)
         shutil.copytree(recorded / PICTURES, run / PICTURES, dirs_exist_ok=True)
 
 
@@ -189,7 +191,9 @@ def _spans(versions: Sequence[int], version: int) -> Iterator[tuple[int, int]]:
 
 def _group_to(group: Group) -> dict[str, Any]:
     task = group.task
-    prompt = task.prompt if isinstance(task.prompt, str) else [_message_to(m) for m in task.prompt]
+    prompt: Any = task.prompt
+    if not isinstance(prompt, str):  # digests of pictures: the run's folder has the files
+        prompt = [asdict(replace(m, pictures=())) | {"pictures": [p.digest for p in m.pictures]} for m in prompt]
     return {
         "index": group.index,
         "start_version": group.start_version,
@@ -249,14 +253,9 @@ def _support_to(support: Support | None) -> dict[str, Any]:
     return {} if support is None else {"support": {n: getattr(support, n).tolist() for n in ("counts", "ids")}}
 
 
-def _message_to(message: Message) -> dict[str, Any]:
-    """The message as a dict, with digests of pictures: the run's folder has the files."""
-    return asdict(replace(message, pictures=())) | {"pictures": [picture.digest for picture in message.pictures]}
-
-
 def _message_from(row: Mapping[str, Any], run: Path) -> Message:
     calls = tuple(ToolCall(**call) for call in row["tool_calls"])
-    pictures = tuple(Picture.of((run / PICTURES / Path(digest).name).read_bytes()) for digest in row["pictures"])
+    pictures = tuple(Picture.of(read_bytes(inside(run, f"{PICTURES}/{digest}"))) for digest in row["pictures"])
     return Message(**{**row, "tool_calls": calls, "pictures": pictures})
 
 

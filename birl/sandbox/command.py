@@ -25,11 +25,6 @@ GUEST_MB = 32  # memory of the guest itself beside the run
 FIRST_UID, UIDS = 61200, 4000  # within systemd's range of dynamic users
 
 
-def transient_uid(slot: int) -> int:
-    """An unused user id for a run if this process is root; 0 if it is an ordinary user."""
-    return FIRST_UID + (os.getpid() * 16 + slot) % UIDS if os.geteuid() == 0 else 0
-
-
 def program(name: str) -> str:
     """Path of a program. Raises `BirlError` that names its package."""
     result = shutil.which(name, path=SYSTEM_PATH)

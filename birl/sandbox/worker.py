@@ -57,7 +57,8 @@ class Worker:
     def __init__(self, kind: str, *, python: str, slot: int) -> None:
         self.kind = kind
         self.python = python
-        self.uid = commands.transient_uid(slot) if kind != "process" else 0
+        foreign = kind != "process" and os.geteuid() == 0
+        self.uid = commands.FIRST_UID + (os.getpid() * 16 + slot) % commands.UIDS if foreign else 0
         self.group = MemoryGroup.make(f"birl-sandbox-{os.getpid()}-{slot}-{os.urandom(3).hex()}")
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

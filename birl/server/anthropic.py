@@ -255,7 +255,7 @@ def error(refused: Refused) -> Block:
 
 
 def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering | None = None) -> Block:
-    return {"input_tokens": len(terms.chat.render(*conversation(data)))}
+    return {"input_tokens": len(terms.render(*conversation(data)))}
 
 
 REPLIES = {("POST", "messages"): message, ("POST", "messages/count_tokens"): count_tokens}
@@ -286,7 +286,7 @@ async def served(service: Service, request: Request) -> Response:
 
     def read(data: Block) -> Reply:
         reply = message(data, service.terms, visit)
-        visit.prompt = service.chat.render(reply.conversation, reply.tools)
+        visit.prompt = service.terms.render(reply.conversation, reply.tools)
         service.check_prompt(visit.prompt)
         return reply
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from birl.errors import BirlError
-from birl.server.limits import Refused, answered, check_bulk, check_text, json_object, outside, too_large
+from birl.server.limits import Refused, answered, check_bulk, json_object, outside, too_large
 from birl.server.messages import invalid, message, typed
 from birl.server.request_policy import FORMS, Terms, speaker
 from birl.server.service import Service
@@ -56,7 +56,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     if not messages:
         raise invalid("messages", "is empty")
     try:
-        ids = service.chat.render(messages, tools)
+        ids = service.terms.render(messages, tools)
     except BirlError as error:
         raise Refused(400, str(error), param="tools" if tools else "messages") from error
     logprobs = typed(data, "logprobs", bool, False)
@@ -130,8 +130,7 @@ def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
     stream, options = typed(data, "stream", bool, False), typed(data, "stream_options", dict, {})
     if options and not stream:
         raise invalid("stream_options", "requires stream=true")
-    for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
-        terms.vain(f"stream_options.{option}", options[option])
+    terms.vain_beside("stream_options", options, ("include_usage", "include_obfuscation"))
     return stream, bool(options.get("include_usage"))
 
 
@@ -196,8 +195,7 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
     result = []
     for one in given:
         if isinstance(one, str):
-            check_text(one, "prompt", service.engine.context)
-            result.append(service.chat.render(one))
+            result.append(service.terms.render(one, key="prompt"))
         elif isinstance(one, list) and len(one) > service.engine.context:
             raise too_large("prompt", f"{len(one)} tokens", service.engine.context)
         elif isinstance(one, list) and all(type(i) is int for i in one):

@@ -7,6 +7,7 @@ Beyond OpenAI: `top_k`, `min_p`, `stop_token_ids`, and `return_token_ids`, which
 and `weight_versions`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -48,8 +49,7 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
         if one not in INCLUDED:
             terms.vain("include", one)
     instructions, more = typed(data, "instructions", str, ""), typed(data, "stream_options", dict, {})
-    for key in sorted(set(more) - {"include_obfuscation"}):
-        terms.vain(f"stream_options.{key}", more[key])
+    terms.vain_beside("stream_options", more, ("include_obfuscation",))
     begun = [Message(role="system", content=instructions)] if instructions else []
     items = [{"role": "user", "content": asked}] if isinstance(asked := data.get("input"), str) else asked
     given = (*begun, *continued(data, kept), *conversation(items, kept))
@@ -64,6 +64,10 @@ def asked(data: Mapping[str, Any], terms: Terms, own: SamplingParams, kept: Kept
         raise invalid(param.replace("response_format", "text.format"), what.removesuffix(".")) from None
     top = likeliest(data, True) if terms.served else 0
     told["store"] = typed(data, "store", bool, True)
+    try:
+        json.dumps([told, items], allow_nan=False)
+    except ValueError:
+        raise invalid("input", "has NaN or an infinite number, here or in metadata, which no JSON can repeat") from None
     return ResponsesReply(
         conversation=given,
         given=items,  # pyright: ignore[reportArgumentType]  `conversation` refuses anything else
@@ -195,9 +199,7 @@ def tool(given: Any, place: int) -> Item:
 def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
     """`text` in the form of chats (response_format)."""
     words = typed(data, "text", dict, {})
-    for key in sorted(set(words) - {"format"}):
-        if words[key] is not None:
-            terms.vain(f"text.{key}", words[key])
+    terms.vain_beside("text", words, ("format",))
     given = typed(words, "format", dict, {})
     if given.get("type") == "json_schema" and not isinstance(given.get("schema"), dict):
         raise invalid("text.format.schema", "must be a JSON schema: an object")
@@ -209,7 +211,7 @@ def form_of(data: Mapping[str, Any], terms: Terms) -> Item:
 def input_tokens(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Item:
     """Handle POST /responses/input_tokens: length of the prompt. Raises `Refused`."""
     reply = response(data, terms, visit)
-    count = len(terms.chat.render(reply.conversation, reply.tools))
+    count = len(terms.render(reply.conversation, reply.tools))
     return {"object": "response.input_tokens", "input_tokens": count}
 
 

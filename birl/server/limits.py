@@ -277,11 +277,6 @@ def check_bulk(data: Mapping[str, Any], context: int, but: Sequence[str] = ()) -
                 )  # fmt: skip
 
 
-def check_text(text: str, key: str, context: int) -> None:
-    if len(text) > CHARACTERS * context:
-        raise too_large(key, f"{len(text)} characters", context)
-
-
 def too_large(key: str, what: str, context: int) -> Refused:
     return Refused(
         400, f"{key}: {what} cannot fit into the context of {context} tokens.",
@@ -299,8 +294,8 @@ def _measure(key: str, value: Any, context: int) -> None:
         for one in level:
             if isinstance(one, str):
                 characters += len(one)
-            elif isinstance(one, dict) and one.get("type") in IMAGES:
-                pass  # image data is no text and has its own limits
+            elif isinstance(one, dict) and one.get("type") in IMAGES and key in ("messages", "input"):
+                pass  # image data is no text and has its own limits; `Terms.render` checks what was parsed as text
             elif isinstance(one, dict):
                 characters += sum(map(len, one))
                 below += one.values()

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from birl.server.limits import problem
+from birl.server.limits import problem, too_large
 from birl.server.messages import check_tool, invalid, typed
 from birl.text import grammar
+from birl.text.bounds import cannot_fit, characters
 from birl.text.chat import Chat
-from birl.types import SamplingParams
+from birl.types import Conversation, SamplingParams
 
 #: sampling parameters that a client may set
 SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
@@ -71,12 +72,23 @@ class Terms:
     chat: Chat
     sampling: str = "run"
     vocabulary: int = 0  # valid token ids; 0: the tokenizer's
+    context: int = 1 << 30  # maximum tokens of a prompt
     seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and the problem of each
     noted: set[str] = field(default_factory=set)
 
     @property
     def served(self) -> bool:
         return self.sampling == "client"
+
+    def check_size(self, conversation: Conversation, key: str) -> None:
+        """Raise `Refused` for a conversation that cannot fit."""
+        if cannot_fit(conversation, self.context):
+            raise too_large(key, f"{characters(conversation)} characters", self.context)
+
+    def render(self, conversation: Conversation, tools: Sequence[Any] = (), key: str = "messages") -> tuple[int, ...]:
+        """Ids of a prompt. Raises `Refused` for one that cannot fit, before it is rendered."""
+        self.check_size(conversation, key)
+        return self.chat.render(conversation, tools)
 
     def note(self, key: str, what: str) -> None:
         """Print once for each key."""
@@ -87,6 +99,11 @@ class Terms:
     def vain(self, key: str, value: Any) -> None:
         why = "" if self.served else ": the model's own tokens are trained"
         self.note(key, f"{json.dumps(value)[:60]}; that has no effect{why}.")
+
+    def vain_beside(self, key: str, given: Mapping[str, Any], honoured: Collection[str]) -> None:
+        """Print once that the object `given` has further names, which have no effect."""
+        if more := {name: value for name, value in given.items() if name not in honoured and value is not None}:
+            self.vain(key, more)
 
     def check(self, data: Mapping[str, Any], honoured: Collection[str]) -> None:
         """Raise `Refused` for parameters that would change the answer altogether."""

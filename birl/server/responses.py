@@ -78,6 +78,7 @@ async def compact(service: Service, request: Request) -> Response:
 def read(data: dict[str, Any], service: Service) -> Asked:
     own = SamplingParams(max_tokens=service.engine.context)
     reply = gateway_responses.asked(data, service.terms, own, service.kept, service.name)
+    service.terms.check_size(reply.conversation, "input")
     before = service.kept.known(data.get("previous_response_id") or "")
     try:
         prompt, reply.talk = continued(before, service.chat, reply.conversation, reply.tools, owner_of(reply.tools))

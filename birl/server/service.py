@@ -129,7 +129,7 @@ class Service:
     _moved: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.terms = Terms(chat=self.chat, sampling="client", vocabulary=self.vocabulary)
+        self.terms = Terms(chat=self.chat, sampling="client", vocabulary=self.vocabulary, context=self.engine.context)
 
     @property
     def version(self) -> int:

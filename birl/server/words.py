@@ -24,7 +24,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         ask.known(data, NAMES, service)
         if "messages" in data:
             messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
-            return service.chat.render(messages, service.terms.tools({}, typed(data, "tools", list, []), None)[0])
+            return service.terms.render(messages, service.terms.tools({}, typed(data, "tools", list, []), None)[0])
         prompt = typed(data, "prompt", str, None)
         if prompt is None:
             raise invalid("prompt", "is missing; so are messages")

@@ -201,14 +201,13 @@ class Records(Sequence[dict[str, Any]]):
             import pandas
         except ImportError as error:
             raise BirlError('to_pandas() needs a package: pip install "birl[notebook]"') from error
-        return pandas.DataFrame([{key: _encodable(value) for key, value in record.items()} for record in self])
+        return pandas.DataFrame(
+            {k: v.encode("utf-8", "backslashreplace").decode() if isinstance(v, str) else v for k, v in record.items()}
+            for record in self
+        )
 
     def __repr__(self) -> str:
         return f"<{len(self):,} records of {self.path}>"
-
-
-def _encodable(value: Any) -> Any:
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 class Growing:

@@ -10,6 +10,7 @@ import pytest
 
 from birl.cli import main
 from birl.envs.harbor import Config, Harbor
+from birl.envs.harbor_folder import read
 from birl.errors import BirlError
 from birl.sandbox.open import tried
 from birl.types import Outcome
@@ -206,6 +207,13 @@ def test_links_out_of_a_task_are_not_followed(folder: Path, name: str, tmp_path:
     (folder / name).symlink_to(tmp_path / "secret")
     with pytest.raises(BirlError, match=r"is a link to .*secret, outside the folder"):
         play(folder, [])
+
+
+def test_a_pipe_that_would_be_copied_is_not_read(folder: Path) -> None:
+    (folder / "environment/word.txt").unlink()
+    os.mkfifo(folder / "environment/word.txt")
+    with pytest.raises(OSError, match="a named pipe, not a regular file"):
+        read(folder, "skip")
 
 
 def test_text_that_is_none_is_told(folder: Path) -> None:

@@ -31,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 EMPTY = {"role": "user", "content": ""}
+PICTURE = {"type": "image", "text": "x" * 200_000}
 HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "empty messages": ("chat/completions", {"messages": [EMPTY] * 20_000}, "cannot fit into the context"),
     "a role": ("chat/completions", {"messages": [{"role": "u" * 2_000_000, "content": ""}]}, "cannot fit into"),
@@ -67,6 +68,31 @@ HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "fractions": ("completions", {"prompt": [0.5] * 300_001}, "or 1,200,000 numbers"),
     "marks of text": ("completions", {"prompt": '\\",[{:' * 200_000}, "characters cannot fit"),
     "brackets": ("completions", {"prompt": "[" * 300_001}, "300001 characters cannot fit"),
+    "a message of a picture's type": (
+        "chat/completions",
+        {"messages": [{"type": "image_url", "role": "user", "content": "x" * 200_000}]},
+        "200000 characters",
+    ),
+    "arguments of a picture's type": (
+        "messages",
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": PICTURE}]}, EMPTY]},
+        "characters cannot fit",
+    ),
+    "a tool of a picture's type": (
+        "chat/completions",
+        {"messages": [EMPTY], "tools": [{"type": "function", "function": {"name": "a", "parameters": PICTURE}}]},
+        "characters cannot fit",
+    ),
+    "thoughts of a picture's type": (
+        "responses",
+        {"input": [{"type": "reasoning", "content": [PICTURE]}, EMPTY]},
+        "characters cannot fit",
+    ),
+    "counted messages of a picture's type": (
+        "messages/count_tokens",
+        {"messages": [{"type": "image", "role": "user", "content": "x" * 200_000}]},
+        "200000 characters",
+    ),
     "stop strings": ("completions", {"prompt": "x", "stop": ["x"] * 1000}, "at most 256 strings"),
     "a stop string": ("completions", {"prompt": "x", "stop": ["x" * 9000]}, "at most 4096 characters"),
 }

@@ -170,6 +170,12 @@ def test_a_server_says_once_what_has_no_effect(client: openai.OpenAI, server: Ru
     first, second = (ask(client, frequency_penalty=p, max_tokens=4) for p in (0.7, 0.8))
     assert first.choices[0].message.content == second.choices[0].message.content
     assert capsys.readouterr().out == "A client requested frequency_penalty=0.7; that has no effect.\n"
+    for name in ("a", "\x1b]0;b"):  # names of a client's own are no keys of the note
+        more = {"stream": True, "max_tokens": 1, "stream_options": {name: 1}}
+        assert server.http.post("/v1/completions", json={"prompt": "x", **more}).status_code == 200
+        assert server.http.post("/v1/responses", json={"input": "x", "text": {name: 1}}).status_code == 200
+    told = capsys.readouterr().out
+    assert told.count("stream_options=") == told.count("text=") == 1 and len(told.splitlines()) == 2
 
 
 @pytest.mark.parametrize("form", [FORM, {"type": "json_object"}], ids=["schema", "object"])

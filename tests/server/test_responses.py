@@ -338,3 +338,10 @@ def test_thoughts_that_are_no_parts_are_told(key: str) -> None:
     for value in (3, True, 1.5, "hm"):
         with pytest.raises(Refused, match=rf"{key}.* must be a list of parts"):
             conversation([{"type": "reasoning", key: value}], Kept())
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_a_number_that_json_cannot_repeat_is_refused(server: Running, number: str) -> None:
+    for more in (f'"metadata": {{"a": {number}}}', f'"top_logprobs": 0, "reasoning": {{"a": [{number}]}}'):
+        reply = server.http.post("/v1/responses", content=f'{{"input": "x", "max_output_tokens": 1, {more}}}')
+        assert reply.status_code == 400 and "no JSON can repeat" in reply.json()["error"]["message"]

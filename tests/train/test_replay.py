@@ -129,6 +129,21 @@ def test_what_cannot_be_replayed_says_so(tiny: Path, tmp_path: Path, recorded: P
         run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}/run")
 
 
+def test_pictures_are_taken_from_the_recorded_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "a" / PICTURES).mkdir(parents=True)
+    (tmp_path / "key").write_bytes(b"private")
+    (tmp_path / "a" / PICTURES / "x").symlink_to(tmp_path / "key")
+    with pytest.raises(BirlError, match="outside the folder"):
+        replaying.take_pictures(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(BirlError, match="outside the folder"):
+        replaying._message_from({"role": "user", "content": "", "tool_calls": [], "pictures": ["x"]}, tmp_path / "a")
+    (tmp_path / "a" / PICTURES / "x").unlink()
+    os.mkfifo(tmp_path / "a" / PICTURES / "x")
+    with pytest.raises(BirlError, match="a named pipe"):
+        replaying.take_pictures(tmp_path / "a", tmp_path / "b")
+
+
 def test_only_steps_with_figures_are_compared(
     tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture
 ) -> None:

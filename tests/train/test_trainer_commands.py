@@ -75,7 +75,13 @@ def test_losses_of_dpo_that_trl_adds_up() -> None:
     assert birl.DPOTrainer("x", rows, loss_type=["ipo"]).config.preference.loss == "ipo"
 
 
-@pytest.mark.parametrize("name", ["PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "XPOTrainer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "XPOTrainer"),
+        *("ModelConfig", "ScriptArguments"),
+    ],
+)
 def test_names_that_are_elsewhere_say_where(name: str) -> None:
     with pytest.raises(ImportError, match=f"birl has no {name}: .*[Tt]rainer.*from_trl.md"):
         getattr(birl, name)

@@ -253,7 +253,8 @@ def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
     data, what = mapping(data, "target_prompt_logprobs"), "target_prompt_logprobs"
     values, shape = data.get("data"), data.get("shape")
     lists = [values, shape, data.get("sparse_crow_indices") or [], data.get("sparse_col_indices") or []]
-    if not all(isinstance(x, list) and all(map(_is_int64, x)) for x in lists) or len(shape or ()) != 2:
+    good = (isinstance(x, list) and all(type(n) is int and -(2**63) <= n < 2**63 for n in x) for x in lists)
+    if not all(good) or len(shape or ()) != 2:
         raise BirlError(f"{what}: must be an int64 tensor of two dimensions.")
     numbers, shape, crow, columns = (np.array(x, dtype=np.int64) for x in lists)
     size = tuple(shape.tolist())
@@ -264,10 +265,6 @@ def _targets(data: Any, rows: int, vocabulary: int) -> np.ndarray | None:
     if (result >= vocabulary).any() or (result < -1).any() or (rows and (result < 0).all()):
         raise BirlError(f"{what}: must name tokens of the model, or -1 for none, and at least one.")
     return result
-
-
-def _is_int64(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def mapping(value: Any, what: str) -> Mapping[str, Any]:
