@@ -90,8 +90,8 @@ def check_target(path: Path) -> None:
 
 
 def check_new(path: Path) -> None:
-    """Raises `BirlError` if the path already exists."""
-    if path.exists():
+    """Raises `BirlError` if the path already exists; a link without a target does."""
+    if path.exists() or path.is_symlink():
         raise BirlError(f"{path} exists already. Choose another name or delete it.")
 
 

@@ -9,6 +9,7 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -166,7 +167,8 @@ class Started:
             export(source, run, own, there="replaced")
             return own
         if target.is_dir() and not any(target.iterdir()):
-            target.rmdir()
+            with suppress(OSError):  # of a link or a mount point, which `export` refuses
+                target.rmdir()
         export(source, run, target)
         return target
 

@@ -48,19 +48,9 @@ def corrected(estimate: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class FixedKL:
-    """A constant coefficient."""
-
-    coef: float
-
-    def update(self, kl: float, episodes: int) -> None:
-        """Does nothing."""
-
-
-@dataclass(slots=True)
 class AdaptiveKL:
     """coef <- coef (1 + e n / horizon), e = clip(kl / target - 1, -0.2, 0.2), n episodes (arXiv:1909.08593 section
-    2.2).
+    2.2). With a target of 0 the coefficient is constant.
 
     The paper writes K_beta = 0.1 for n / horizon: the division is its code's. Its kl is the mean over episodes of the
     KL summed over their tokens, and target is in the same unit. The state is `coef` alone.
@@ -72,6 +62,8 @@ class AdaptiveKL:
 
     def update(self, kl: float, episodes: int) -> None:
         """kl: as measured on `episodes` episodes. Raises ValueError if the step could make coef 0 or negative."""
+        if self.target == 0:
+            return
         if 0.2 * episodes >= self.horizon:
             raise ValueError(f"a horizon of {self.horizon} is too short for {episodes} episodes a step")
         error = min(max(kl / self.target - 1, -0.2), 0.2)

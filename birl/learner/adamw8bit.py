@@ -68,14 +68,15 @@ def stored(shape: Sequence[int]) -> int:
 
 def first_state(master: Tensor, whole: Sequence[int]) -> dict[str, Tensor]:
     """Moments of 0 for this rank's part of a tensor of shape `whole`. The step count of 8-bit moments is in CPU memory,
-    where the host reads it."""
+    where the host reads it. If blocks of the part are not blocks of the whole row, the part's width is in the names of
+    the scales, so that no other split of the rows reads them."""
     if not quantized(whole):
         return wide_state(master)
-    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    state, width = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}, master.shape[-1]
+    scales, own = (*master.shape[:-1], -(-width // BLOCK)), f".{width}" if width != whole[-1] and width % BLOCK else ""
     for moment, of in (("exp_avg", 127), ("exp_avg_sq", 0)):  # the code of 0
         state[moment] = torch.full(master.shape, of, dtype=torch.uint8, device=master.device)
-        scales = (*master.shape[:-1], -(-master.shape[-1] // BLOCK))
-        state[f"{moment}_scale"] = torch.zeros(scales, dtype=torch.float32, device=master.device)
+        state[f"{moment}_scale{own}"] = torch.zeros(scales, dtype=torch.float32, device=master.device)
     return state
 
 
@@ -93,7 +94,7 @@ class AdamW8bit(torch.optim.AdamW):
         """Gradients of tensors with 8-bit moments are set to None afterwards."""
         for group in self.param_groups:
             for master in group["params"]:
-                if master.grad is not None and "exp_avg_scale" in self.state[master]:
+                if master.grad is not None and self.state[master]["exp_avg"].dtype == torch.uint8:
                     self._step(master, group)
                     master.grad = None
         super().step(closure)
@@ -102,8 +103,7 @@ class AdamW8bit(torch.optim.AdamW):
         state, (beta1, beta2), lr = self.state[master], group["betas"], group["lr"]
         state["step"] += 1
         first, second = (1 - beta ** state["step"].double() for beta in (beta1, beta2))
-        tensors: list[Any] = [master.detach(), master.grad]
-        tensors += [state[name] for name in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")]
+        tensors: list[Any] = [master.detach(), master.grad, *(t for name, t in state.items() if name != "step")]
         for weight, grad, codes, scales, codes_sq, scales_sq in pieces(tensors):
             mean = decode(codes, scales, self.levels[0]).lerp_(grad, 1 - beta1)
             square = decode(codes_sq, scales_sq, self.levels[1]).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

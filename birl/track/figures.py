@@ -46,7 +46,7 @@ length/mean | Answer length | mean | tokens | Of the answer of each turn; a fall
 length/max | Answer length | max | tokens | Longest answer of a turn; at rollout.max_tokens answers are cut.
 entropy | Entropy | | nats | Of the next-token distribution, mean over computed tokens; near 0 the policy no longer explores.
 kl | KL | | nats | Estimate of the KL to the reference: how far the policy has moved from it.
-divergence | Divergence from the teacher | | nats | As algorithm.teacher_divergence or distill.divergence has it, mean over trained tokens.
+divergence | Divergence from the teacher | | nats | As algorithm.teacher_divergence or distill.divergence has it, mean over the tokens that are compared.
 hint/share | Answers with a hint | | share | Answers for which algorithm.hint says something to the teacher; without a hint none is compared.
 clip_fraction | Clipped tokens | | share | Tokens whose clip is active: they have no gradient.
 grad_norm | Gradient norm | | | Global norm of the last update's gradient, before clipping.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.algorithms.custom import NamedFunction
-from birl.algorithms.kl import AdaptiveKL, FixedKL
+from birl.algorithms.kl import AdaptiveKL
 from birl.config import schema
 from birl.config.decided import CRITIC, corrects, proximal, remembers, teachers_of
 from birl.data.tasks import teacher_named
@@ -56,7 +56,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         from birl.rollout.hints import Hints
 
         hints = Hints(texts=keys.hint, chat=policy.chat, context=policy.context)
-    target, sampled = keys.kl_target, Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
+    sampled = Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
     return RLWorker(
         **worker_fields(config, crew.ranks, run),
         updates=updates_of(config, policy.pair_cost),
@@ -77,7 +77,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
             hints=hints,
             learner=crew.each(learner.forward) if remembers(config) else None,
         ),
-        kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
+        kl=AdaptiveKL(keys.kl_coef, keys.kl_target, keys.kl_horizon),
         sampled=sampled,
         past=Past(learner, min(config.rollout.max_staleness, KEPT), crew, config.engine.weights == "int8"),
         crew=crew,

@@ -58,10 +58,10 @@ def step_metrics(
     staleness = loop.schedule.max_staleness
     if staleness == 0:
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
-    told = [n for n in stats.sums if n in ("kl", "held", "factor", "divergence") or n.startswith("critic/")]
+    told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
     metrics |= {name: stats.mean(name) for name in told} | stats.other
-    if observed := stats.sums.get("observations"):
-        metrics["observations/loss"] = stats.sums["observed"] / observed
+    for name, of, among in (("observations/loss", "observed", "observations"), ("divergence", "divergence", "compared")):
+        metrics |= {name: stats.sums[of] / count} if (count := stats.sums.get(among)) else {}
     if worker.credit.hints is not None:
         metrics["hint/share"] = sum(s.hinted is not None for s in credited.samples) / max(len(credited.samples), 1)
     if credited.kl == credited.kl:

@@ -153,7 +153,7 @@ class Objective:
         if batch.divergence is not None:
             told = batch.weights * (not keys.hint) if batch.hinted is None else batch.hinted.weights
             loss = loss + keys.teacher_coef * (batch.divergence * told).sum()
-            figures["divergence"] = batch.divergence * (told > 0)
+            figures |= {"divergence": batch.divergence * (told > 0), "compared": (told > 0).float()}
         if batch.observed_logprobs is not None and batch.observed_weights is not None:
             loss = loss - keys.observation_coef * (batch.observed_logprobs * batch.observed_weights).sum()
             figures["observed"] = -batch.observed_logprobs

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from birl.algorithms.kl import AdaptiveKL, FixedKL
+from birl.algorithms.kl import AdaptiveKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.data.pack import Batch
 from birl.engine.engine import EmbeddedEngine
@@ -74,7 +74,7 @@ class RLWorker(Worker):
     engine_of: Callable[[int, int], EmbeddedEngine]
     objective: Objective
     credit: Credit
-    kl: FixedKL | AdaptiveKL
+    kl: AdaptiveKL
     past: Past
     sampled: Sampled
     ages: Ages = field(default_factory=Ages)
@@ -85,7 +85,8 @@ class RLWorker(Worker):
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """(every rank) Receive what rank 0 alone knows from data and rewards. `weights`: of each reward function."""
         self.checkpoints.run, self.credit.weights = folder, weights
-        self.total_updates = total_steps and total_steps * self.updates.parts * self.updates.passes
+        keys = self.updates  # the first steps may train the critic alone
+        self.total_updates = total_steps and (total_steps - keys.critic_only) * keys.parts * keys.passes
 
     def learn(
         self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birl.algorithms.kl import ESTIMATORS, AdaptiveKL, FixedKL, corrected, k2, k3
+from birl.algorithms.kl import ESTIMATORS, AdaptiveKL, corrected, k2, k3
 from tests.algorithms.cases import EXACT, Tokens, close, differences, double, gradient_of, tokens
 
 
@@ -89,7 +89,7 @@ def test_adaptive_coefficient_is_the_papers(drawn: list[tuple[float, int]], targ
         controller.update(kl, episodes)
         expected *= 1 + max(-0.2, min(0.2, (kl - target) / target)) * episodes / 1000
     assert controller.coef == pytest.approx(expected, rel=1e-9) and controller.coef > 0
-    fixed = FixedKL(coef)
+    fixed = AdaptiveKL(coef, 0.0, 1)
     fixed.update(99.0, 512)
     assert fixed.coef == coef
 

@@ -275,6 +275,7 @@ def test_a_folder_or_a_hub_set_may_have_subsets_and_splits(tmp_path: Path):
         ({"algorithm__dynamic_sampling": True, "algorithm__baseline": "none"}, ["algorithm.dynamic_sampling=true"]),
         ({"algorithm__dynamic_sampling": True, "algorithm__max_refill": 0.0}, ["algorithm.max_refill=0"]),
         ({"algorithm__max_refill": 2.0}, ["algorithm.dynamic_sampling is false"]),
+        ({"algorithm__dynamic_sampling": True, "optimizer__schedule": "cosine"}, ["schedule=cosine", "; set steps"]),
         ({"algorithm__kl_corrected": True}, ["algorithm.kl_corrected=true", "algorithm.kl_coef"]),
         ({"algorithm__surrogate": "sapo", "algorithm__clip_high": 0.3}, ["algorithm.surrogate=sapo does not read it"]),
         ({"algorithm__overlong_penalty": 0.5}, ["algorithm.overlong_buffer=0"]),

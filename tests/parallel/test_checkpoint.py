@@ -128,9 +128,9 @@ def test_tensor_parallel_sizes_may_change_too(tmp_path: Path) -> None:
                 assert all(torch.equal(found[n], t) for n, t in expected.items()), (source, grid)
 
 
-def moments(ranks: Ranks, root: Path, first: bool) -> dict[str, Tensor]:
+def moments(ranks: Ranks, root: Path, first: bool, hidden: int = 512) -> dict[str, Tensor]:
     """Of AdamW in 8 bits, whole: after a step, which is saved, or read."""
-    model = tiny_model(layers=1, hidden=512, heads=16, kv_heads=8)
+    model = tiny_model(layers=1, hidden=hidden, heads=16, kv_heads=8)
     model.set_attn_implementation(attention.NAME)
     learner = Learner(model, ranks=ranks, dtype=torch.float32, optimizer="adamw8bit")
     tensors = learner.tensors()
@@ -150,6 +150,15 @@ def test_moments_in_8_bits_belong_to_no_layout_either(tmp_path: Path) -> None:
     assert sum(t.ne(0).sum() for n, t in wanted.items() if n.endswith("_scale")) > 1000
     for found in ([moments(Ranks(), tmp_path, False)], on_ranks(Grid(fsdp=3), moments, tmp_path, False)):
         assert found[0].keys() == wanted.keys() and all(torch.equal(found[0][n], t) for n, t in wanted.items())
+
+
+def test_blocks_of_moments_that_were_cut_elsewhere_are_refused(tmp_path: Path) -> None:
+    """Two ranks have 192 of a row's 384 elements each: two scales, as one rank has, but of other elements."""
+    wanted, *_ = on_ranks(Grid(tp=2), moments, tmp_path, True, 384)
+    with pytest.raises(BirlError, match=r"set optimizer\.kind and parallel\.tp as they were"):
+        moments(Ranks(), tmp_path, False, 384)
+    found = on_ranks(Grid(fsdp=2, tp=2), moments, tmp_path, False, 384)[0]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
 def failing(ranks: Ranks, root: Path, bad: int) -> list[str]:

@@ -64,8 +64,10 @@ def test_a_run_in_pieces_is_the_same_run(tiny: Path, tmp_path: Path, critic: str
 
 
 def test_a_frozen_policy_waits_for_its_critic(tiny: Path, tmp_path: Path) -> None:
-    steps = run(tiny, tmp_path, "critic.freeze_steps=2", "critic.lr=1e-3", "steps=3")
-    assert [m["updates/done"] for m in steps] == [0, 0, 1]
+    words = ("critic.freeze_steps=2", "critic.lr=1e-3", "optimizer.lr=0.01", "optimizer.schedule=linear")
+    steps = run(tiny, tmp_path, *words, "steps=4")
+    assert [m["updates/done"] for m in steps] == [0, 0, 1, 1]
+    assert [m["lr"] for m in steps[2:]] == [0.01, 0.005]  # the schedule is that of its own two updates
     assert steps[1]["kl"] is None if "kl" in steps[1] else True
     assert all(m["critic/grad_norm"] > 0 for m in steps)
 

@@ -170,6 +170,12 @@ def test_the_model_is_saved_where_it_is_wanted(make: Make) -> None:
     folder = trainer.save_model("mine")
     assert folder == Path("mine") and (folder / "config.json").exists() and list(folder.glob("*.safetensors"))
     assert trainer.save_model().parent == trainer.run
+    Path("empty").mkdir()
+    for link, target in (("link", "empty"), ("dangling", "nowhere")):
+        Path(link).symlink_to(target)
+        with pytest.raises(BirlError, match=f"{link} exists already"):
+            trainer.save_model(link)
+    assert trainer.save_model("empty") == Path("empty") and (Path("empty") / "config.json").exists()
 
 
 def test_sizes_are_what_was_asked_for(make: Make) -> None:

@@ -246,6 +246,10 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "rollout.group_size=8.": lambda c: (
                 c.algorithm.dynamic_sampling and _alone(c) and not (_relative(c) and c.algorithm.baseline == "none")
             ),
+            "optimizer.schedule={c.optimizer.schedule}: needs the number of steps, which with "
+            "algorithm.dynamic_sampling=true does not follow from epochs; set steps.": lambda c: (
+                c.algorithm.dynamic_sampling and c.optimizer.schedule != "constant" and not c.steps
+            ),
             "algorithm.max_refill=0: algorithm.dynamic_sampling=true could not replace any group; set "
             "algorithm.max_refill=4.": lambda c: c.algorithm.dynamic_sampling and c.algorithm.max_refill == 0,
             "algorithm.kl_target: needs the KL in the reward; set algorithm.kl_in=reward, or "
