@@ -125,8 +125,8 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
     ]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        kind = any(".exp_avg_scale" in k for k in wanted.keys() ^ result.keys())
-        fix = " Its moments are in other bits or blocks: set optimizer.kind and parallel.tp as they were." if kind else ""
+        other = any(".exp_avg_scale" in k for k in wanted.keys() ^ result.keys())
+        fix = " Its moments are in other bits or blocks: set optimizer.kind and parallel.tp as they were." * other
         raise BirlError(f"The checkpoint {path} does not belong to this model: {'; '.join(problems[:5])}{more}.{fix}")
     _read(reader, tensors, ranks is None or ranks.alone)
     return read_state(path)

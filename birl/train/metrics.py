@@ -60,8 +60,8 @@ def step_metrics(
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
     told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
     metrics |= {name: stats.mean(name) for name in told} | stats.other
-    for name, of, among in (("observations/loss", "observed", "observations"), ("divergence", "divergence", "compared")):
-        metrics |= {name: stats.sums[of] / count} if (count := stats.sums.get(among)) else {}
+    for name, of, n in (("observations/loss", "observed", "observations"), ("divergence", "divergence", "compared")):
+        metrics |= {name: stats.sums[of] / count} if (count := stats.sums.get(n)) else {}
     if worker.credit.hints is not None:
         metrics["hint/share"] = sum(s.hinted is not None for s in credited.samples) / max(len(credited.samples), 1)
     if credited.kl == credited.kl:

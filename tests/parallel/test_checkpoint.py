@@ -153,11 +153,11 @@ def test_moments_in_8_bits_belong_to_no_layout_either(tmp_path: Path) -> None:
 
 
 def test_blocks_of_moments_that_were_cut_elsewhere_are_refused(tmp_path: Path) -> None:
-    """Two ranks have 192 of a row's 384 elements each: two scales, as one rank has, but of other elements."""
-    wanted, *_ = on_ranks(Grid(tp=2), moments, tmp_path, True, 384)
+    """Two ranks have 224 of a row's 448 elements each: two scales, as one rank has, but of other elements."""
+    wanted, *_ = on_ranks(Grid(tp=2), moments, tmp_path, True, 448)
     with pytest.raises(BirlError, match=r"set optimizer\.kind and parallel\.tp as they were"):
-        moments(Ranks(), tmp_path, False, 384)
-    found = on_ranks(Grid(fsdp=2, tp=2), moments, tmp_path, False, 384)[0]
+        moments(Ranks(), tmp_path, False, 448)
+    found = on_ranks(Grid(fsdp=2, tp=2), moments, tmp_path, False, 448)[0]
     assert found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 

@@ -60,9 +60,7 @@ def test_without_a_right_answer_the_feedback_is_the_hint(tiny: Path, tmp_path: P
 def test_the_divergence_is_of_the_tokens_that_are_compared(tiny: Path, tmp_path: Path) -> None:
     """Answers without a hint may have an advantage, and are computed then; once their tokens counted as zeros."""
     words = ("algorithm=sdpo", "algorithm.hint=['{sibling}']", "rollout.max_tokens=5")
-    one, two = (
-        run(tiny, tmp_path / kind, *words, f"algorithm.advantage={kind}")[0] for kind in ("zero", "relative")
-    )
+    one, two = (run(tiny, tmp_path / kind, *words, f"algorithm.advantage={kind}")[0] for kind in ("zero", "relative"))
     assert one["hint/share"] == two["hint/share"] < 1 and one["tokens/learned"] < two["tokens/learned"]
     assert one["divergence"] == pytest.approx(two["divergence"], rel=1e-5)
 
