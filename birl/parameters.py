@@ -1,6 +1,7 @@
 """Translates the parameters of `birl.Trainer` into keys of the configuration, reward functions, and rows."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from numbers import Integral
@@ -72,6 +73,32 @@ def rewards_of(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
     if not rows and env == "single_turn":
         raise BirlError(no_rows(reward_funcs == "math"))
     return rewards
+
+
+def env_of(env: Any, names: dict[str, Any], reward_funcs: Any) -> Any:
+    """`env`, or the agent for TRL's `tools` and `environment_factory`, which are removed from `names`. As in TRL, one
+    object of each factory is made for checks. Raises `BirlError`."""
+    tools, factory = (names.pop(name, None) for name in ("tools", "environment_factory"))
+    if not tools and factory is None:
+        return env
+    from birl.envs.functions import ToolAgent, methods
+    from birl.text.schema import tool
+
+    if env != "single_turn":
+        raise BirlError("env: has its own tools; leave out tools and environment_factory, or env.")
+    tools, rewards = list(tools or ()), [] if reward_funcs is None else listed(reward_funcs)
+    factories = factory if isinstance(factory, Mapping) else {} if factory is None else {None: factory}
+    if not all(map(callable, (*tools, *factories.values()))):
+        raise BirlError("tools and environment_factory: give functions, and a class or a dict of them by name.")
+    made = {name: one() for name, one in factories.items()}
+    if wrong := [type(one).__name__ for one in made.values() if not callable(getattr(one, "reset", None))]:
+        raise BirlError(f"environment_factory: {wrong[0]} has no method reset.")
+    if not rewards and not (made and all(hasattr(one, "get_reward") for one in made.values())):
+        raise BirlError("tools without a reward: give reward_funcs, or an environment_factory with get_reward.")
+    if any("environments" in inspect.signature(one).parameters for one in rewards if callable(one)):
+        raise BirlError("reward_funcs get no `environments`: write the environment's get_reward(), as TRL has it.")
+    schemas = {name: [tool(f) for f in (*tools, *methods(one))] for name, one in (made or {None: None}).items()}
+    return type("ToolAgent", (ToolAgent,), {"tools": tools, "factories": factories, "schemas": schemas})
 
 
 def reward_keys(rewards: list[Reward], weights: Sequence[float] | None, tests: bool, launcher: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from birl.parameters import (
     changed,
     check_names,
     clip_keys,
+    env_of,
     fitting,
     is_lora,
     keys_given,
@@ -202,8 +203,8 @@ class Trainer(Started):
     launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
 
     args: a `GRPOConfig` of TRL, or a dict of its fields; its fields are also parameters (`num_train_epochs=1`), which
-    take precedence (docs/from_trl.md). use_lora: adapters of rank 16; max_model_len: longest sequence
-    (model.max_length); max_completion_length: TRL's name of max_tokens.
+    take precedence; tools, environment_factory: as in TRL (docs/from_trl.md). use_lora: adapters of rank 16;
+    max_model_len: longest sequence (model.max_length); max_completion_length: TRL's name of max_tokens.
 
     Raises `BirlError` at once for a wrong value.
     """
@@ -247,7 +248,7 @@ class Trainer(Started):
         **names: Any,
     ) -> None:
         given = {key: value for name, value in locals().items() if (key := KEYS.get(name))}
-        model, overrides = model_path(model), keys_given(overrides)
+        model, overrides, env = model_path(model), keys_given(overrides), env_of(env, names, reward_funcs)
         check_names(names, [p for p in inspect.signature(Trainer).parameters if p != "names"])
         both = {"num_generations": num_generations, "loss_type": loss_type}
         more = names | {name: value for name, value in both.items() if value and name in self._named}
@@ -265,8 +266,8 @@ class Trainer(Started):
         }
         keys = theirs | changed(given) | {k: given[k] for n, k in KEYS_BY_NAME if n in self._named and k in given}
         keys |= loss_keys(loss_type) | scale_keys(scale_rewards) | clip_keys(epsilon, epsilon_high)
-        own = None if isinstance(env, str) else env
-        self._given = Given(rewards=rewards, env=own, train=rows_of(train_dataset), validation=rows_of(eval_dataset))
+        rows = {"train": rows_of(train_dataset), "validation": rows_of(eval_dataset)}
+        self._given = Given(rewards=rewards, env=None if isinstance(env, str) else env, **rows)
         self._launcher, self._launch = launcher, words_of_launch(launcher, actor_gpu, rollout_gpu, launch or {})
         self._configure(fitting(keys) | overrides, env)
 

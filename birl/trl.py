@@ -32,7 +32,10 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", False: "none"}
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 COUNTS = (*BATCH, "num_iterations", "num_generations")
-AMOUNTS = ("max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_steps", "eval_steps")
+AMOUNTS = (
+    *("max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_steps", "eval_steps"),
+    "max_tool_calling_iterations",
+)
 PEFT = {  # fields of a LoraConfig that are read, and those without an effect here
     *("r", "lora_alpha", "target_modules", "lora_dropout", "use_dora"),
     *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "runtime_config"),
@@ -139,7 +142,7 @@ def keys_of(
     if prefix == "GRPO":
         result |= _loss(names) | _engine(names)
         done |= {"loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level"}
-        done |= {"use_vllm", "top_p", "top_k", "min_p", "num_iterations"}
+        done |= {"use_vllm", "top_p", "top_k", "min_p", "num_iterations", "max_tool_calling_iterations"}
         done |= {name for name in names.values if name.startswith("sapo_temperature")}
         if names.get("use_vllm"):
             done |= {"vllm_mode", "vllm_server_base_url"}
@@ -147,6 +150,8 @@ def keys_of(
             done |= {name for name in names.values if name.startswith("vllm_") and names.whole}
         if not names.get("beta"):
             done.add("use_bias_correction_kl")
+        if "max_tool_calling_iterations" in names.values:  # the answer after the last call is one more
+            result["env.max_turns"] = names.get("max_tool_calling_iterations") + 1
         if names.whole and rewards > 1 and not names.get("reward_weights"):
             result["reward.weights"] = [1.0] * rewards
     if prefix == "DPO":

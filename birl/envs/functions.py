@@ -12,18 +12,25 @@ same module, which returns the first state. `state`: all that the model saw, as 
 answer, without the end token. The function returns {"next_state", "reward", "score", "done", "extra_info"}; only
 `reward` and `done` are required. If `next_state` begins with state + action, the model continues token by token;
 otherwise it sees only the new text.
+
+TRL's `tools` and `environment_factory` become a `ToolAgent`.
 """
 
+import asyncio
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from birl.envs.calls import AGENTS, called
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, TooLong, did_you_mean, text_of
+from birl.text.parts import Finder, content
 from birl.text.tools import as_openai
-from birl.types import Conversation, Feedback, Message, Model, Task
+from birl.types import Conversation, Feedback, Message, Model, Task, ToolCall
 
 OFFERED = ("task", "model", "base_url", "api_key")
 KEY = "birl"  # clients require one; the address itself is the secret
@@ -109,3 +116,70 @@ class StepFunction:
 
     async def close(self) -> None:
         pass
+
+
+class ToolAgent:
+    """The model calls functions until it answers without a call. `factory`: makes an object for each episode, whose
+    public methods are tools, too; several factories are selected by the column `environment`. An exception of a tool is
+    reported to the model, and counted. The reward is the object's `get_reward()`, else 0."""
+
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+    factories: ClassVar[Mapping[str | None, Callable[[], Any]]] = {}
+    schemas: ClassVar[Mapping[str | None, Sequence[Mapping[str, Any]]]] = {}
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.functions = task, dict[str, Callable[..., Any]]()
+        self.info = {"tools/calls": 0.0, "tools/failed": 0.0}
+
+    async def run(self, model: Model) -> float:
+        given, asked, made, name = row(self.task), self.task.prompt, None, None
+        talk = (Message(role="user", content=asked),) if isinstance(asked, str) else asked
+        if self.factories:
+            if None not in self.factories and (name := given.pop("environment", None)) not in self.factories:
+                raise BirlError(f"its row has environment={name!r}; there are {', '.join(map(str, self.factories))}.")
+            made = await called(self.factories[name])
+            if (seen := await called(partial(made.reset, **given))) is not None:
+                more, last = told(seen), talk[-1]
+                pictures = (*last.pictures, *more.pictures)
+                talk = (*talk[:-1], replace(last, content=last.content + more.content, pictures=pictures))
+        self.functions = {f.__name__: f for f in (*self.tools, *methods(made))}
+        reply = await model.ask(talk, tools=self.schemas[name])
+        with suppress(TooLong):  # the episode is cut, and judged as it is
+            while reply.tool_calls:
+                talk = (*talk, reply, *await self._answers(reply.tool_calls))
+                reply = await model.ask(talk, tools=self.schemas[name])
+        return await called(made.get_reward) if hasattr(made, "get_reward") else 0.0
+
+    async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """Results in order. Coroutines run concurrently, unless a plain function is among the calls."""
+        if all(inspect.iscoroutinefunction(self.functions.get(call.name)) for call in calls):
+            return await asyncio.gather(*map(self._answer, calls))
+        return [await self._answer(call) for call in calls]
+
+    async def _answer(self, call: ToolCall) -> Message:
+        self.info["tools/calls"] += 1
+        try:
+            if call.name not in self.functions:
+                raise BirlError(f"there is no tool {call.name[:100]}; there are {', '.join(self.functions)}.")
+            result = told(await called(partial(self.functions[call.name], **json.loads(call.arguments))))
+        except Exception as error:
+            self.info["tools/failed"] += 1
+            result = told(f"Error: {text_of(error)}")
+        return replace(result, tool_call_id=call.id, name=call.name)
+
+    async def close(self) -> None:
+        pass
+
+
+def told(result: Any) -> Message:
+    """A tool's result: a list of typed parts, or anything else as text. Raises `BirlError` for a part of another
+    type."""
+    parts = isinstance(result, list) and bool(result) and all(isinstance(part, Mapping) for part in result)
+    text, pictures = content(result, Finder(folder=Path())) if parts else (str(result), ())
+    return Message(role="tool", content=text, pictures=tuple(pictures))
+
+
+def methods(made: Any) -> list[Callable[..., Any]]:
+    """The tools of an environment of TRL: its public methods, except `reset` and `get_reward`."""
+    names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
+    return [getattr(made, n) for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]

@@ -165,6 +165,7 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
     try:
         with waiting(session.name, "an agent", "environment", session.limits.timeout):
             result = await called(agent.run, session, threads=AGENTS)
+        session.close()
     except Exception:
         if not isinstance(session.failure, TooLong) or session.reward is None:
             raise

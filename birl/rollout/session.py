@@ -191,6 +191,8 @@ class Session:
                 completion = await self._generate(engine, prompt, params)
         finally:
             self._open -= 1
+        if self._closed:  # a call that the agent did not wait for: its reward is given already
+            raise Aborted
         turn = self._turns[number] = Turn(
             prompt=np.array(prompt, np.int32), completion=completion, agent=agent, policy=policy
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,19 @@ import pytest
 from birl.config.schema import Env as Keys
 from birl.envs.functions import row
 from birl.envs.open import open_world
+from birl.errors import BirlError
+from birl.parameters import env_of
+from birl.rollout.assemble import samples
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway
 from birl.server.messages import message
+from birl.text.chat import Chat
 from birl.types import PLACE, Message, Outcome, Picture, SamplingParams, Task, ToolCall, Trajectory
-from tests.rollout.scripted import CHAT, Scripted
+from tests.rollout.scripted import CHAT, Scripted, session
 from tests.scenario import scenario
+from tests.text.test_tools import QWEN
+from tests.tiny import tiny_tokenizer
 
 AGENTS = """
 import sys
@@ -229,3 +236,82 @@ def test_more_than_there_are_threads_for_steps() -> None:
     engine = Together(100)
     found = play("light", engine, n=100, timeout=30.0)
     assert {(t.outcome, t.reward) for t in found} == {(Outcome.OK, 3.0)}
+
+
+class Safe:
+    """An environment of TRL."""
+
+    def reset(self, code: str, **row: Any) -> str:
+        self.code, self.tries, self.row = code, 0, row
+        return f" It has {len(code)} digits."
+
+    def dial(self, code: str) -> str:
+        """Dials a code.
+
+        Args:
+            code: The digits.
+        """
+        self.tries += 1
+        if not code.isdigit():
+            raise ValueError("digits alone")
+        return "open" if code == self.code else "shut"
+
+    async def get_reward(self) -> float:
+        return 1.0 / self.tries
+
+    def _hidden(self) -> None: ...
+
+
+async def look(place: str) -> list[dict[str, Any]]:
+    """Looks.
+
+    Args:
+        place: Where.
+    """
+    await asyncio.sleep(0)
+    return [{"type": "text", "text": f"A note in {place}: "}, {"type": "text", "text": "42"}]
+
+
+def acts(agent: Any, *answers: str, **limits: Any) -> tuple[Trajectory, str]:
+    """An episode, and its last prompt with the last answer."""
+    chat = Chat(tiny_tokenizer(template=QWEN))
+    found = asyncio.run(run_episode(agent, session(Scripted(answers, chat), Limits(**limits), 200)))
+    ids = (*found.turns[-1].prompt, *found.turns[-1].completion.ids) if found.turns else ()
+    return found, chat.decode(ids)
+
+
+def called_with(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_and_environments_of_trl() -> None:
+    """A tool's error is told to the model; the environment's reward counts where the episode is cut, too."""
+    task = Task(id="0", prompt=(Message(role="user", content="Open it."),), columns={"code": "42", "environment": "a"})
+    agent = env_of("single_turn", {"tools": [look], "environment_factory": {"a": Safe, "b": Safe}}, None)
+    both = called_with("look", place="the desk") + called_with("look", place="the bed")
+    wrong = called_with("dial", code="x") + called_with("no")
+    found, text = acts(agent(task), both, wrong, called_with("dial", code="42"), "Done.")
+    assert (found.outcome, found.reward, len(samples(found, 1.0, 0, 0))) == (Outcome.OK, 0.5, 1)
+    assert found.parts == {"tools/calls": 5, "tools/failed": 2}
+    assert "Open it. It has 2 digits." in text and text.index("desk: 42") < text.index("bed: 42")
+    assert "Error: digits alone" in text and "there is no tool no; there are look, dial." in text
+    assert "_hidden" not in text and "get_reward" not in text and text.count("Dials a code") == 1
+    cut, _ = acts(agent(task), called_with("dial", code="1"), called_with("dial", code="2"), turns=2)
+    assert (cut.outcome, cut.reward, len(cut.turns)) == (Outcome.TRUNCATED, 0.5, 2)
+    other, _ = acts(agent(replace(task, columns={"code": "42"})))
+    assert other.detail == "its row has environment=None; there are a, b."
+
+
+@pytest.mark.parametrize(
+    ("tools", "factory", "rewards", "told"),
+    [
+        ([3], None, [len], "give functions"),
+        ([print], None, [len], "The tool print"),
+        ([], {"a": Safe, "b": print}, [len], "NoneType has no method reset"),
+        ([look], None, [], "without a reward"),
+        ([], Safe, [lambda environments: 0], "get no `environments`"),
+    ],
+)
+def test_what_trl_could_not_use_either_is_refused(tools: Any, factory: Any, rewards: Any, told: str) -> None:
+    with pytest.raises(BirlError, match=told):
+        env_of("single_turn", {"tools": tools, "environment_factory": factory}, rewards)

@@ -1,10 +1,12 @@
 """An agent's episode: its reward, and how it fails."""
 
+import asyncio
 import math
 from typing import Any
 
 import pytest
 
+from birl.errors import Aborted
 from birl.types import Outcome
 from tests.rollout.scripted import Scripted
 from tests.rollout.test_episode import play, user
@@ -77,6 +79,24 @@ def test_an_agent_that_is_cut_keeps_a_reward_it_has() -> None:
     assert without.outcome is Outcome.ENV_ERROR and "max_turns=1" in without.detail
     nothing = play(Talks(0.5, careless=True), tokens=2)  # it asked, and got no answer
     assert nothing.outcome is Outcome.ENV_ERROR and "leaves no room for an answer within 2" in nothing.detail
+
+
+def test_an_answer_that_the_agent_did_not_wait_for_is_no_turn() -> None:
+    """It comes after the reward, which therefore has no value for its speaker."""
+
+    class Leaves(Talks):
+        async def run(self, model: Any) -> Any:
+            await model.ask((user("Hi"),), agent="a")
+            self.late = asyncio.ensure_future(model.ask((user("Bye"),), agent="b"))
+            await asyncio.sleep(0.01)
+            return {"a": 1.0}
+
+        async def close(self) -> None:
+            await asyncio.wait({self.late})
+            assert isinstance(self.late.exception(), Aborted)
+
+    found = play(Leaves(), Scripted(["x", "y"], delay=0.05))
+    assert (found.outcome, found.rewards, [t.agent for t in found.turns]) == (Outcome.OK, {"a": 1.0}, ["a"])
 
 
 def test_numbers_of_an_agent_are_figures() -> None:

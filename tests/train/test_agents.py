@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from birl import Trainer
 from birl.config import schema
 from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
@@ -118,6 +119,32 @@ def test_a_program_with_the_anthropic_client(folder: Path, tmp_path: Path, monke
     metrics = run.train(folder, tmp_path / "run", "env=program", f"env.command={command}", "rollout.group_size=2",
                         "data.shuffle=false")  # fmt: skip
     assert len(run.check(metrics)) == 2 and len(run.sampled) == 4
+
+
+def test_tools_of_trl(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(a: int, b: int) -> int:
+        """Adds.
+
+        Args:
+            a: One number.
+            b: Another.
+        """
+        return a + b
+
+    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [float(a in str(c)) for a, c in zip(answer, completions, strict=True)]
+
+    run = Run(monkeypatch, says(call("add", a=40, b=5), "ANSWER."))
+    keys = {"model.max_length": 1000, "model.dtype": "float32", "engine.kv_cache_gb": 0.2, "track.report": False}
+    trainer = Trainer(
+        str(folder), right, [{"prompt": "What is 40 + 5?", "answer": "45"}], tools=[add], max_tool_calling_iterations=1,
+        num_generations=2, batch_size=1, max_steps=1, max_tokens=90, output_dir=str(tmp_path / "run"),
+        overrides={**keys, "track.console": "off", "track.tensorboard": False, "threads": 1},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.config.env.max_turns == 2
+    (metrics,) = trainer.metrics
+    assert len(run.check(metrics)) == 2 and metrics["reward/tools/calls"] == 1 and metrics["reward/mean"] == 0.5
 
 
 SMOLAGENTS = """
