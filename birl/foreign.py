@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
@@ -24,10 +25,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from birl.errors import current_folder, text_of
+from birl.errors import BirlError, TooLong, current_folder, text_of
 
 ENDS = (SystemExit, KeyboardInterrupt)  # a task that raises one ends its loop
 GRACE = 5.0  # seconds that code may take to end after it is cancelled
+LONGEST = 400  # characters of a described error
+OWN = str(Path(__file__).parent) + os.sep
+PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+PACKAGES = ("site-packages", "dist-packages")
 
 
 @contextmanager
@@ -60,6 +65,28 @@ def harmless(error: BaseException) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, GeneratorExit, *ENDS)):
         return error
     return RuntimeError(f"{type(error).__name__}: {text_of(error)}").with_traceback(error.__traceback__)
+
+
+def described(error: BaseException, file: str = "") -> str:
+    """`file.py:12: ValueError: message` in one line, with the innermost line in `file`, else in the user's code, if
+    there is one. birl's own errors have no line."""
+    message = next(iter(text_of(error).splitlines()), "")
+    if isinstance(error, BirlError | TooLong):
+        return message[:LONGEST]
+    causes = (one for one in (error.__cause__, error) if one is not None)  # Python wraps a coroutine's StopIteration
+    frames = [(f.filename, f.lineno) for one in causes for f in traceback.extract_tb(one.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    try:
+        here, real = os.getcwd() + os.sep, os.path.realpath
+    except FileNotFoundError:  # the current folder was deleted
+        here, real = "", os.path.normpath
+    inside = [frame for frame in frames if file and real(frame[0]) == real(file)]
+    own = [f for f in frames if not f[0].startswith((OWN, *PYTHON)) and not any(p in f[0] for p in PACKAGES)]
+    place = (inside or own or frames)[-1:]
+    names = [(os.path.relpath(n) if here and real(n).startswith(here) else n, line) for n, line in place]
+    where = "".join(f"{name}:{line}: " for name, line in names)
+    return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:LONGEST]
 
 
 def attribute(owner: Any, name: str, default: Any = None) -> Any:
@@ -149,10 +176,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 BEAT = 1.0  # seconds between two interruptions; the timer is reset twice as often
 STUCK = 60.0  # seconds that interrupted code may take to end
-OWN = str(Path(__file__).parent) + os.sep
 CALLING = os.path.join(OWN, "envs", "")  # calls code of the user
-PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen")
-PACKAGES = ("site-packages", "dist-packages")
 
 
 class Blocked(BaseException):

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean, no_file
-from birl.foreign import undone
+from birl.foreign import described, undone
 
 TEMPLATES = ("hermes",)  # chat templates of the package
 
@@ -48,7 +48,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     except BirlError:
         raise
     except (Exception, SystemExit) as error:  # anything that the user's file raises
-        told = f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}."
+        told = f"{key}={name}: {place} cannot be imported: {described(error, place)}."
         raise BirlError(told.replace("..", ".") + missing(error)) from error
     function = getattr(module, attribute, None)
     if not callable(function):

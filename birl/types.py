@@ -117,6 +117,12 @@ class Task:
     source: str = "data"
     messages: bool = False
 
+    @property
+    def place(self) -> str:
+        """The row for messages, which count from 1; ids count from 0."""
+        name, _, number = self.id.rpartition(":")
+        return f"{name}, row {int(number) + 1}" if number.isdecimal() else self.id
+
 
 LARGEST = 1e18  # largest reward: means and squares of such numbers fit into float32
 

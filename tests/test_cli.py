@@ -116,6 +116,14 @@ def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
 
 
+@pytest.mark.parametrize("words", [["rl", TRAIN, "run=a"], ["eval", "data.validation=x.jsonl", "output=a.json"]])
+def test_a_job_of_multirun_has_one_value_of_a_key(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "seed=1,2", "--multirun", "--print-config"]) == 0
+    jobs = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--- # ")]
+    ends = [f"seed={seed} {'run=a/' if words[0] == 'rl' else 'output=a/'}seed={seed}" for seed in (1, 2)]
+    assert [line.removesuffix(".json") for line in jobs] == [f"--- # {words[1]} {end}" for end in ends]
+
+
 HEAVY = "torch transformers datasets modal ray wandb"
 BOARD = "TensorBoard(Start(run=Path(mkdtemp()), mode='', id='', config={}, step=0, resumed=False))"
 

@@ -12,27 +12,49 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from birl.errors import BirlError, did_you_mean
+from birl.foreign import described, harmless
 from birl.named import load
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """A function with its constant options; `tensors`: names of the step's tensors that it takes."""
+    """A function with its constant options; `tensors`: names of the step's tensors that it takes; `own`: KEY=NAME of a
+    user's function."""
 
     function: Callable[..., Any]
     options: Mapping[str, Any]
     tensors: tuple[str, ...]
+    own: str = ""
 
     def bound(self, tensors: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function with its options and `tensors`. A user's one raises its errors as `BirlError`."""
         extra = {name: tensors[name] for name in self.tensors}
-        return lambda *args: self.function(*args, **self.options, **extra)
+
+        def call(*args: Any) -> Any:
+            try:
+                return self.function(*args, **self.options, **extra)
+            except BaseException as error:  # whatever the user's function raises
+                if not self.own:
+                    raise
+                raise BirlError(f"{self.own}: it failed: {described(error)}") from harmless(error)
+
+        return call
 
 
 def part(
-    key: str, name: str, table: Mapping[str, Callable[..., Any]], keys: Any, args: Sequence[str], offered: Sequence[str]
+    key: str,
+    name: str,
+    table: Mapping[str, Callable[..., Any]],
+    keys: Any,
+    args: Sequence[str],
+    offered: Sequence[str],
+    positional: Sequence[str] = (),
 ) -> NamedFunction:
-    """Return the function of `key`=`name`. `keys`: the section with keys such as clip_low. `offered`: tensors."""
+    """Return the function of `key`=`name`. `keys`: the section with keys such as clip_low. `offered`: tensors by name;
+    `positional`: names of those by position."""
     function = table.get(name) or load(key, name, table)
+    if name not in table:
+        _check_positional(function, f"{key}={name}", positional)
     given = dict(_split(f"{key}_args", word) for word in args)
     options: dict[str, Any] = {}
     tensors: list[str] = []
@@ -53,7 +75,19 @@ def part(
         wrong = next(iter(given))
         hint = did_you_mean(wrong, known) or f" It has: {', '.join(known) or 'none'}."
         raise BirlError(f"{key}_args: {name} has no option {wrong}.{hint}")
-    return NamedFunction(function, options, tuple(tensors))
+    return NamedFunction(function, options, tuple(tensors), "" if name in table else f"{key}={name}")
+
+
+def _check_positional(function: Callable[..., Any], what: str, names: Sequence[str]) -> None:
+    """Raises `BirlError` unless the function takes so many positional arguments."""
+    try:
+        whole = inspect.signature(function)
+    except ValueError as error:  # a function in C
+        raise BirlError(f"{what}: {error}; name a function that is written in Python.") from error
+    try:
+        whole.replace(parameters=[p for p in whole.parameters.values() if p.kind is not p.KEYWORD_ONLY]).bind(*names)
+    except TypeError as error:
+        raise BirlError(f"{what}: {error}. It is called with ({', '.join(names)}); options go behind a *.") from error
 
 
 def _options(function: Callable[..., Any], key: str, name: str) -> list[inspect.Parameter]:

@@ -178,17 +178,18 @@ def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[
     names = job_names(jobs, swept)
     if command in TRAINING and "run" not in swept:
         folder = run_folder(configs[0][0], configs[0][1], without=swept if len(jobs) > 1 else ())
-        jobs = [
-            [*job, f"run={folder}/{name}" if name else f"run={folder}"] for job, name in zip(jobs, names, strict=True)
-        ]
+        jobs = _each("run", [f"{folder}/{name}" if name else folder for name in names], jobs)
     elif command == "eval" and configs[0][0].output and "output" not in swept:
-        output = Path(configs[0][0].output)
-        jobs = [
-            [*job, f"output={output.with_suffix('')}/{name or 'result'}.json"]
-            for job, name in zip(jobs, names, strict=True)
-        ]
+        folder = Path(configs[0][0].output).with_suffix("")
+        jobs = _each("output", [f"{folder}/{name or 'result'}.json" for name in names], jobs)
     if "--print-config" in flags:
         for job in jobs:
             print(f"--- # {' '.join(job)}\n{to_yaml(load_with_choices(schema, job)[0])}", end="")
         return 0
     return Jobs().run([[command, *job, *sorted(flags - {"--multirun"})] for job in jobs], names)
+
+
+def _each(key: str, values: list[str], jobs: list[list[str]]) -> list[list[str]]:
+    """The words of the jobs, each with its value of the key in place of a common one."""
+    kept = [[word for word in job if word.partition("=")[0] != key] for job in jobs]
+    return [[*words, f"{key}={value}"] for words, value in zip(kept, values, strict=True)]

@@ -19,10 +19,9 @@ from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
-from birl.foreign import interrupting
+from birl.foreign import described, interrupting
 from birl.learner.rewards import check_served, make_rewards, started
 from birl.parallel.machine import compute_thread
-from birl.rollout.episode import detail_of
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
@@ -133,12 +132,12 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     except BirlError as error:
         return str(error)
     except Exception as error:
-        return f"cannot be opened: {detail_of(error)}"
+        return f"cannot be opened: {described(error)}"
     try:
         engine = Gold(replies(env, task))
     except Exception as error:
         await called(env.close)
-        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {detail_of(error)}"
+        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {described(error)}"
     limits = limits_in(world, config.env, tokens=sys.maxsize)
     chat = cast(Any, engine)
     rollout = Rollout(engine=engine, chat=chat, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)

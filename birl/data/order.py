@@ -26,8 +26,8 @@ import numpy as np
 from birl.data.difficulty import NEVER, Difficulty, Outcome, signal_of
 from birl.data.stream import Mix
 from birl.data.tasks import Tasks
-from birl.errors import BirlError, did_you_mean, text_of
-from birl.foreign import harmless
+from birl.errors import BirlError, did_you_mean
+from birl.foreign import described, harmless
 from birl.named import load
 from birl.types import Group, Task
 
@@ -101,7 +101,7 @@ class Order:
 
     With `weights` a task's source is drawn first, by the same draws as in `Stream`; else all are one pool. No task is
     pending twice unless all of its pool are, and a retired one is chosen only if no other is left. `end`: number of
-    draws after which the data end; `steps`: the length of the run, if it is known.
+    draws after which the data end; `steps`: of the run, if it counts them.
 
     Example: order = Order(sources, Rule(by="thompson", n=8), seed=0); order.choose(0)
     """
@@ -183,16 +183,16 @@ class Order:
 
     def _outcome(self, group: Group, usable: Sequence[int], signal: bool) -> Outcome:
         """Raises `BirlError` if scores are no success rates and there is no threshold."""
-        task, scores = group.task.id, [group.trajectories[i].score for i in usable]
+        scores = [group.trajectories[i].score for i in usable]
         if self.rule.threshold:
             scores = [float(score >= self.rule.threshold) for score in scores]
         if wrong := [score for score in scores if not 0 <= score <= 1]:
             raise BirlError(
-                f"data.order={self.rule.by} counts how often a task is solved, but an answer to {task} has the score "
-                f"{wrong[0]:g}, which is not in [0, 1]. Set data.order_threshold to the lowest score of a right "
-                "answer."
+                f"data.order={self.rule.by} counts how often a task is solved, but an answer to {group.task.place} has "
+                f"the score {wrong[0]:g}, which is not in [0, 1]. Set data.order_threshold to the lowest score of a "
+                "right answer."
             )
-        return Outcome(id=task, rates=scores, signal=signal)
+        return Outcome(id=group.task.id, rates=scores, signal=signal)
 
     def _cheapest(self, pool: int) -> int:
         """Best task of a pool: of the least often pending ones those not retired, and of these the cheapest."""
@@ -237,11 +237,10 @@ class Order:
         try:
             told = function(states, self.step, rng)
             if isinstance(told, set | frozenset | dict):  # strings have another order in each process
-                raise TypeError(f"it returned a {type(told).__name__}, which has no order: return a list of ids")
+                raise BirlError(f"it returned a {type(told).__name__}, which has no order: return a list of ids")
             names = list(islice(told, len(states) + 1))  # a generator may have no end
         except BaseException as error:  # whatever the user's function raises
-            why = harmless(error)
-            raise BirlError(f"{key}: it failed at step {self.step}: {type(why).__name__}: {text_of(why)}") from why
+            raise BirlError(f"{key}: it failed at step {self.step}: {described(error)}") from harmless(error)
         costs = np.full(len(known.ids), np.inf, np.float64)
         for place, name in enumerate(names):
             if not isinstance(name, str) or name not in known.index:

@@ -270,7 +270,7 @@ def teacher_named(task: Task, column: str, names: Collection[str], where: str = 
     if name not in names:
         what = f"has no column {column!r} that names its teacher" if name is None else f"{column} is {name!r}"
         raise BirlError(
-            f"algorithm.teachers: {where or task.id}: {what}; there are {', '.join(names)}. Name one of them, or "
+            f"algorithm.teachers: {where or task.place}: {what}; there are {', '.join(names)}. Name one of them, or "
             "set algorithm.teacher_column."
         )
     return name

@@ -19,6 +19,7 @@ from birl.engines.client import checked_completion
 from birl.engines.wire import Info
 from birl.envs.calls import Threads, called
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
+from birl.foreign import described
 from birl.named import load
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
@@ -105,7 +106,7 @@ class Custom:
         except Exception as error:
             if limit.expired():
                 raise EngineDown(f"{self.address}: {name} took longer than {timeout:g} s") from error
-            told = f"{self.address}: {name}: {type(error).__name__}: {error}"
+            told = f"{self.address}: {name}: {described(error)}"
             raise (EngineDown(told) if name == "generate" else BirlError(told)) from error
 
 
@@ -136,4 +137,4 @@ def custom(kind: str, known: Mapping[str, Any], offered: Mapping[str, Any], **ti
     except BirlError:
         raise
     except Exception as error:
-        raise BirlError(f"engine.kind={kind}: {made.__name__}: {type(error).__name__}: {error}") from error
+        raise BirlError(f"engine.kind={kind}: {made.__name__}: {described(error)}") from error

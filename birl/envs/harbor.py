@@ -229,7 +229,7 @@ class Harbor:
     async def start(self) -> Any:
         path = self.task.columns.get("folder")
         if not isinstance(path, str):
-            raise BirlError(f"{self.task.id}: it has no column `folder`, the task's own, which env=harbor needs.")
+            raise BirlError(f"{self.task.place}: it has no column `folder`, the task's own, which env=harbor needs.")
         known = (one for some in self.place.folders.values() for one in some if str(one.path) == path)
         self.folder = next(known, None) or read(Path(path), self.config.build, self.config.contained)
         self.state = await self.place.machine.begin(self.folder)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.config.load import read_section
-from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.types import Agent, Env, Task
 
@@ -38,7 +37,7 @@ class Parts:
         """Name of the environment of a task. Raises `BirlError`."""
         name = task.columns.get("env", "")
         if not isinstance(name, str) or name not in self.worlds:
-            raise BirlError(f"{where(task)}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
+            raise BirlError(f"{task.place}: its column `env` is {name!r}; env.parts has {', '.join(self.worlds)}.")
         return name
 
     def rows(self, split: str) -> dict[str, Rows]:

@@ -24,6 +24,7 @@ from birl.envs.calls import called
 from birl.envs.functions import OFFERED, FunctionAgent, StepFunction
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
+from birl.foreign import described
 from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
@@ -230,7 +231,7 @@ async def _shared(config: schema.Env, function: Callable[..., Any], settings: An
     except BirlError:
         raise
     except Exception as error:
-        raise BirlError(f"env.kind={config.kind}: {type(error).__name__}: {error}") from error
+        raise BirlError(f"env.kind={config.kind}: {described(error)}") from error
 
 
 def _rows(
@@ -242,7 +243,7 @@ def _rows(
     except BirlError:
         raise
     except (Exception, SystemExit) as error:
-        raise BirlError(f"env.kind={config.kind}: its tasks failed: {type(error).__name__}: {error}") from error
+        raise BirlError(f"env.kind={config.kind}: its tasks failed: {described(error)}") from error
     if bad := next((r for r in rows if not isinstance(r, Mapping)), None):
         raise BirlError(f"env.kind={config.kind}: tasks must give one dict for each task, not {bad!r:.100}.")
     return rows

@@ -63,7 +63,8 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
             print(f"birl: {target} is damaged.", file=sys.stderr)
         sweep(root, "tmp*")
         began = time.monotonic()
-        print("birl: compiling kernels for this processor, once,", file=sys.stderr, end=" ", flush=True)
+        what = f"{str(dtype).removeprefix('torch.')} and heads of {head_dim}"
+        print(f"birl: compiling kernels for {what}, once for this processor,", file=sys.stderr, end=" ", flush=True)
         try:
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 made = Path(folder, "kernels.so")

@@ -12,7 +12,6 @@ from torch import nn
 
 from birl.config import schema
 from birl.config.load import load
-from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.open import check_device
@@ -27,6 +26,7 @@ from birl.plan.rank_memory import USABLE
 from birl.plan.run_memory import GIB, Phases
 from birl.track.units import counted
 from birl.train.parts import Parts
+from birl.train.setup import total_steps
 from birl.visible import visible
 
 PROMPT = 128  # tokens of a prompt, unless data.max_prompt_tokens is set
@@ -90,17 +90,18 @@ def dry_run(config: schema.RL, parts: Parts, kind: str = "") -> dict[str, Any]:
     prompt = chat.render(task.prompt)
     longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))
     result = plan(parts.policy.model, config, prompt=longest, card=card_of(config, kind))
-    steps = counted(parts.total_steps, "step") if parts.total_steps else "an unknown number of steps"
+    total = total_steps(config, sum(map(len, parts.train)))
+    steps = counted(total, "step") if total else "an unknown number of steps"
     text, most = visible(chat.decode(prompt)), 4 * min(shutil.get_terminal_size().columns, 120)
     print(
         f"Would train {config.model.path} for {steps} of "
         f"{counted(config.rollout.prompts, 'prompt')} x {counted(config.rollout.group_size, 'answer')}.",
-        f"\nFirst prompt ({where(task)}, answer {task.answer!r}):",
+        f"\nFirst prompt ({task.place}, answer {task.answer!r}):",
         textwrap.indent((text if len(text) <= most else f"{text[:most]} ...").rstrip("\n"), "  ") + "\n",
         *render(result, config),
         sep="\n",
     )
-    return {"memory": result, "prompt_tokens": len(prompt), "steps": parts.total_steps}
+    return {"memory": result, "prompt_tokens": len(prompt), "steps": total}
 
 
 def plan(

@@ -9,8 +9,6 @@ import hashlib
 import importlib
 import inspect
 import math
-import os
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,7 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from birl.errors import BirlError, did_you_mean, text_of
+from birl.errors import BirlError, did_you_mean
+from birl.foreign import described
 from birl.named import from_file
 from birl.types import LARGEST, Outcome
 
@@ -201,7 +200,7 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
             raise BirlError(f"reward {spec!r}: there is no module {place!r}") from error
-        raise BirlError(f"reward {spec!r} cannot be imported: {describe(error, place)}") from error
+        raise BirlError(f"reward {spec!r} cannot be imported: {described(error, place)}") from error
     function = getattr(module, name, None)
     if function is None:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -220,31 +219,10 @@ def digest(spec: str) -> str:
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest() if is_file(spec) else ""
 
 
-def describe(error: BaseException, file: str = "") -> str:
-    """`file:line: Type: message` in one line, with the deepest line within `file` if there is one. birl's own errors
-    have no line."""
-    if isinstance(error, BirlError):
-        return str(error).partition("\n")[0][:400]
-    causes = (one for one in (error.__cause__, error) if one is not None)  # Python wraps a coroutine's StopIteration
-    frames = [(f.filename, f.lineno) for one in causes for f in traceback.extract_tb(one.__traceback__)]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append((error.filename, error.lineno))
-    try:
-        here, real = os.getcwd() + os.sep, os.path.realpath
-    except FileNotFoundError:  # the current folder was deleted
-        here, real = "", os.path.normpath
-    inside = [frame for frame in frames if file and real(frame[0]) == real(file)]
-    place = (inside or frames)[-1:]
-    names = [(os.path.relpath(n) if here and real(n).startswith(here) else n, line) for n, line in place]
-    where = "".join(f"{name}:{line}: " for name, line in names)
-    message = next(iter(text_of(error).splitlines()), "")
-    return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]
-
-
 def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
     inner = function.func if isinstance(function, functools.partial) else function
     code = getattr(inspect.unwrap(inner), "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return CallFailed(Outcome.ENV_ERROR, describe(error, "" if code is None else code.co_filename))
+    return CallFailed(Outcome.ENV_ERROR, described(error, "" if code is None else code.co_filename))
 
 
 def checked(result: object, n: int) -> list[float | str | None]:

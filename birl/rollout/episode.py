@@ -4,27 +4,18 @@ A failure becomes a typed outcome with its reason, never a reward of 0.
 """
 
 import asyncio
-import os
-import traceback
 from collections.abc import Mapping
 from math import isfinite, nan
-from pathlib import Path
 from typing import Any
 
-import birl
 from birl.envs.calls import AGENTS, CLOSING, called
-from birl.errors import Aborted, BirlError, EngineFailed, TooLong, text_of
-from birl.foreign import Late, attribute, within
+from birl.errors import Aborted, BirlError, EngineFailed, TooLong
+from birl.foreign import Late, attribute, described, within
 from birl.rollout.session import Session, following
 from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
 from birl.waits import forget, waiting
 
 PATIENCE = 30.0  # seconds an environment may take to close
-OTHERS = (
-    str(Path(birl.__file__).parent),
-    os.path.dirname(os.__file__),
-    "<frozen",
-)  # files whose lines an error message skips
 
 
 class Played:
@@ -57,7 +48,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         # An agent may raise an error of its own after a failure of the engine; the engine's is the cause.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
         cause = failure.__cause__ if isinstance(failure, EngineFailed) else None
-        played.outcome, played.detail = _outcome(failure), detail_of(cause or failure)
+        played.outcome, played.detail = _outcome(failure), described(cause or failure)
     finally:
         session.close()
         problem = await _close(env, session.name)
@@ -65,7 +56,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     try:
         pictures = tuple(map(str, attribute(env, "pictures", ())))
     except BaseException as error:
-        problem = problem or detail_of(error)
+        problem = problem or described(error)
     if problem and played.outcome.scored:
         played.outcome, played.detail = Outcome.ENV_ERROR, problem
     if not played.outcome.scored:
@@ -85,7 +76,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
 
 def unopened(error: BaseException) -> Trajectory:
     """The episode of an environment whose constructor failed."""
-    return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=detail_of(error))
+    return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=described(error))
 
 
 async def _taking_turns(env: Env, session: Session, played: Played) -> None:
@@ -221,7 +212,7 @@ async def _close(env: Env | Agent, name: str) -> str:
     except Late as late:
         return str(late) or f"the environment did not close within {PATIENCE:g} s"
     except Exception as error:
-        return detail_of(error)
+        return described(error)
     return ""
 
 
@@ -233,14 +224,3 @@ def _outcome(error: Exception) -> Outcome:
             return Outcome.ABORTED
         case _:
             return Outcome.ENV_ERROR
-
-
-def detail_of(error: BaseException) -> str:
-    """`file.py:12: ValueError: message`, with the innermost line outside of Python, packages and birl, if there is one.
-    birl's own errors have no line."""
-    causes = (one for one in (error.__cause__, error) if one is not None)  # Python wraps a coroutine's StopIteration
-    frames = [f for one in causes for f in traceback.extract_tb(one.__traceback__)]
-    own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
-    place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])
-    text = str(error) if isinstance(error, BirlError | TooLong) else f"{place}{type(error).__name__}: {text_of(error)}"
-    return (text.splitlines() or [""])[0]

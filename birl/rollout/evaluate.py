@@ -95,7 +95,7 @@ def own_k(task: Task) -> int:
         return 1
     if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(1, MOST + 1):
         raise BirlError(
-            f"{task.id}: extra_info.pass@k is {str(value)[:80]}; it must be the number of validation answers, a "
+            f"{task.place}: extra_info.pass@k is {str(value)[:80]}; it must be the number of validation answers, a "
             f"whole number from 1 to {MOST}."
         )
     return int(value)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
 from birl.track.units import counted
@@ -86,4 +85,4 @@ def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:
     """The three most frequent reasons, each with the first row it occurred for."""
     first = {t.detail: task for task, t in reversed(failed)}
     common = Counter(t.detail for _, t in failed).most_common(3)
-    return "\n".join(f"  {n} x {why} (first with {where(first[why])})" for why, n in common)
+    return "\n".join(f"  {n} x {why} (first with {first[why].place})" for why, n in common)

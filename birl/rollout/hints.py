@@ -45,7 +45,7 @@ class Hints:
         hinted = self.placed(group.task, hint, sample.tokens[:first])
         if hinted is None:
             raise BirlError(
-                f"algorithm.hint: the conversation of {group.task.id} does not begin with the row's prompt, so "
+                f"algorithm.hint: the conversation of {group.task.place} does not begin with the row's prompt, so "
                 "the hint cannot be added. Use an environment whose first user message is the row's."
             )
         fits = len(hinted) + len(sample.tokens) - first <= self.context
@@ -81,9 +81,8 @@ class Hints:
                 case _ if name in columns:
                     value = columns[name]
                 case _:
-                    raise BirlError(
-                        f"algorithm.hint={text}: {group.task.id} has no column {name!r}, only {', '.join(columns)}."
-                    )
+                    place, known = group.task.place, ", ".join(columns)
+                    raise BirlError(f"algorithm.hint={text}: {place} has no column {name!r}, only {known}.")
             if value is None or not str(value).strip():
                 return ""
             values[name] = str(value)

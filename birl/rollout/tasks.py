@@ -102,7 +102,7 @@ def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
     """Longest prompt [tokens]; warns of prompts that leave no room for an answer."""
     lengths = []
     for task in tasks:
-        with placed(f"Task {task.id}"):
+        with placed(task.place):
             lengths.append(prompt_tokens(chat, task, context))
     if full := sum(n >= context for n in lengths):
         print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no room for answers.")
@@ -172,14 +172,6 @@ def check_lengths(config: schema.RL, world: "World", train: Sequence[Tasks], cha
             f"and rollout.max_tokens={config.rollout.max_tokens}. Set {needed_setting(config, need)}, or lower "
             "data.max_prompt_tokens or rollout.max_tokens."
         )
-
-
-def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
-    if config.steps:
-        return config.steps
-    if config.algorithm.dynamic_sampling:
-        return None  # it is unknown how many prompts a step will take
-    return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
 
 
 def lengths(

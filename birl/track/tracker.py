@@ -79,6 +79,10 @@ class Tracker:
                 "from it"
             )
 
+    def expect(self, steps: int | None) -> None:
+        """Set the number of steps of the run; None: unknown."""
+        self._progress.total = steps
+
     def _open(self, step: int, resumed: bool) -> None:
         start = Start(run=self.run, mode="offline", id=secrets.token_hex(16), config={}, step=step, resumed=resumed)
         if self.track.tensorboard:

@@ -25,7 +25,7 @@ from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
-from birl.rollout.tasks import Loaded, limits_in, load_rows, total_steps
+from birl.rollout.tasks import Loaded, limits_in, load_rows
 from birl.run_folder import find_checkpoint, given
 from birl.samples import LARGEST
 from birl.train.build_worker import worker_of
@@ -53,7 +53,8 @@ async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
 
             return planning.dry_run(config, parts, setup.card)
         validates = parts.plan_validation is not None
-        state = setup.run(parts.worker, parts.tracker, validates, parts.resume_from)
+        rows = sum(map(len, parts.train))
+        state = setup.run(parts.worker, parts.tracker, rows, validates, parts.resume_from)
         state.given = given(parts.policy, parts.train, parts.worker.objective, setup.crew.ranks)
         loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
         stalled = Watchdog(config.watchdog or inf, exit_at_once, setup.folder / "stall.txt")
@@ -88,8 +89,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
         else:
             engine = servers
             setup.claim(policy)
-        total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
-        tracker = setup.tracker(total)
+        progress, tracker = Progress(epochs=config.epochs), setup.tracker(sum(map(len, data.train)))
         publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
@@ -112,12 +112,11 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             params=sampling(config.rollout),
             train=data.train,
             stream=setup.stream(data.train),
-            order=order_of(config, data.train, total),
+            order=order_of(config, data.train),
             plan_validation=planned(config, data.validation),
             tracker=tracker,
             publisher=publisher,
             resume_from=resume_from,
-            total_steps=total,
             reward_weights={} if rewards is None else dict(zip(rewards.names, rewards.weights, strict=True)),
             progress=progress,
             engine=engine,
@@ -125,7 +124,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
         )
 
 
-def order_of(config: schema.RL, train: Sequence[Tasks], steps: int | None) -> "Order | None":
+def order_of(config: schema.RL, train: Sequence[Tasks]) -> "Order | None":
     """How the run's results choose tasks (`data.order`); None: uniform. Raises `BirlError`."""
     keys = config.data
     if keys.order == "uniform":
@@ -143,7 +142,7 @@ def order_of(config: schema.RL, train: Sequence[Tasks], steps: int | None) -> "O
         retire_for=keys.retire_for,
     )
     end = None if config.steps else config.epochs * sum(map(len, train))
-    return Order(train, rule, weights=keys.weights, seed=config.seed, steps=steps, end=end)
+    return Order(train, rule, weights=keys.weights, seed=config.seed, steps=config.steps or None, end=end)
 
 
 def check_gpus(config: schema.RL, kind: str) -> None:

@@ -46,7 +46,6 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
     policy = load_policy(config.model, setup.compute, setup.crew.ranks, config.lora.quantize)
     train, held_out = examples(config, policy, setup)
     check_lengths(config, [e for s in (*train, *held_out) for e in s])
-    total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
     worker = worker_of(config, policy, setup.crew, setup.folder)
     if not setup.dry_run:
         setup.claim(policy)
@@ -55,9 +54,9 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
         held_out=[e for s in held_out for e in s],
         stream=setup.stream(train),
         batch_size=config.batch_size,
-        total_steps=total,
     )
-    run = setup.run(worker, setup.tracker(total), bool(rows.held_out), resume_from)
+    size = len(rows.train)
+    run = setup.run(worker, setup.tracker(size), size, bool(rows.held_out), resume_from)
     run.given = given(policy, train, worker.objective, setup.crew.ranks)
     return Loop(rows=rows, worker=worker, run=run, at_start=config.validation.at_start)
 

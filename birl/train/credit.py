@@ -79,7 +79,8 @@ class Credit:
         keys = self.keys
         self.estimator = None
         if keys.advantage not in BY_TOKEN:
-            self.estimator = part("algorithm.advantage", keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
+            own = (keys.advantage_args, TENSORS, ("rewards", "group"))
+            self.estimator = part("algorithm.advantage", keys.advantage, ADVANTAGES, keys, *own)
 
     def of(
         self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float, pretraining: bool = False
@@ -202,7 +203,7 @@ class Credit:
             raise BirlError(
                 f"algorithm.advantage={self.keys.advantage}: must give one finite number for each of "
                 f"{len(rewards)} rewards as a tensor, not "
-                f"{result if not isinstance(result, Tensor) else result.tolist()}."
+                f"{result.tolist() if isinstance(result, Tensor) else result!s:.200}."
             )
         return result
 

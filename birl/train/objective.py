@@ -34,7 +34,8 @@ ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 def surrogate_of(keys: "schema.Algorithm") -> NamedFunction:
     """The function that algorithm.surrogate names, with its options. Raises `BirlError`."""
-    return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
+    own = (keys.surrogate_args, TENSORS, ("logp", "old_logp", "advantages", "sample"))
+    return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, *own)
 
 
 def keeps_reference(keys: "schema.Algorithm", surrogate: NamedFunction) -> bool:
@@ -162,6 +163,8 @@ class Objective:
             each, clipped = value_loss(batch.predicted, batch.values, batch.returns, clip=self.critic_keys.clip)
             loss = loss + self.critic_keys.coef * value_weight * each.sum()
             figures |= critic_figures(batch.predicted, batch.returns, each, clipped)
+        if self.surrogate.own and logp.requires_grad and not loss.requires_grad:
+            raise BirlError(f"{self.surrogate.own}: its loss has no gradient; compute it from logp without detach().")
         return loss, figures
 
     def proximal(self, logp: Tensor, batch: Batch) -> Tensor:
@@ -180,11 +183,13 @@ class Objective:
         result = function(logp, *rest)
         if isinstance(result, Tensor):
             result = Surrogate(result, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
-        if not isinstance(result, Surrogate) or result.loss.shape != logp.shape:
-            shape = f"a tensor of shape {tuple(result.loss.shape)}" if isinstance(result, Surrogate) else repr(result)
+        shapes = [getattr(x, "shape", None) for x in result] if isinstance(result, Surrogate) else []
+        if shapes != [logp.shape] * 3:
+            whole = bool(shapes) and None not in shapes
+            what = f"shapes {', '.join(str(tuple(s)) for s in shapes)}" if whole else f"{result!r:.200}"
             raise BirlError(
                 f"algorithm.surrogate={self.keys.surrogate}: must give the loss of each of {len(logp)} "
-                f"tokens, as a tensor or a Surrogate, not {shape}."
+                f"tokens, as a tensor or a Surrogate, not {what}."
             )
         return result
 

@@ -58,7 +58,6 @@ class Rows:
     held_out: Sequence[Example]
     stream: Callable[[int], Iterator[Example]]
     batch_size: int
-    total_steps: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +66,8 @@ class RowsWorker(Worker):
 
     objective: Objective
 
-    def begin(self, folder: Path, total_updates: int) -> None:
-        self.checkpoints.run, self.total_updates = folder, total_updates
+    def begin(self, folder: Path) -> None:
+        self.checkpoints.run = folder
 
     def learn(self, rows: Sequence[Example], moves: bool = True) -> Stats:
         """(rank 0) One optimizer step; with `moves=False` only its gradients."""
@@ -107,10 +106,11 @@ class Loop:
     at_start: bool
 
     async def fit(self) -> dict[str, Any]:
-        run, total, folder = self.run, self.rows.total_steps, self.worker.checkpoints.run
-        await run.ranks(RowsWorker.begin, folder, total)
+        run, folder = self.run, self.worker.checkpoints.run
+        await run.ranks(RowsWorker.begin, folder)
         await run.on_compute_thread(self.worker.objective.prepare, folder, [*self.rows.train, *self.rows.held_out])
         await run.resume()
+        self.worker.total_updates = total = run.steps or 0
         if run.validation_due() and (run.step > 0 or self.at_start):
             await self.validate()
         run.clock = time.perf_counter()
@@ -134,7 +134,7 @@ class Loop:
             "held_out": len(every.held_out),
             "tokens": sum(sizes),
             "longest": max(sizes),
-            "steps": every.total_steps,
+            "steps": self.run.steps or 0,
         }
         await self.run.on_compute_thread(self.worker.objective.prepare, None, rows)
         stats = await self.run.on_compute_thread(self.worker.learn, rows, False)

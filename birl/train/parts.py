@@ -41,7 +41,6 @@ class Parts:
     tracker: Tracker
     publisher: Publisher
     resume_from: Path | None
-    total_steps: int | None
     reward_weights: Mapping[str, float]  # of each reward function
     progress: Progress
     opened: AsyncExitStack

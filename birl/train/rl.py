@@ -84,8 +84,9 @@ class Loop:
     async def fit(self) -> dict[str, Any]:
         """Train until the data or `steps` end, or a signal stops the run; returns the summary."""
         schedule, parts, run = self.schedule, self.parts, self.run
-        await run.ranks(RLWorker.begin, parts.run, parts.total_steps, parts.reward_weights)
+        await run.ranks(RLWorker.begin, parts.run, parts.reward_weights)
         await self.run.resume()
+        self.worker.expect(run.steps)
         self.report_progress()
         self.ledger = Ledger(parts.run, self.run.step)
         await self.publish()
@@ -195,7 +196,7 @@ class Loop:
     def report_progress(self) -> None:
         """Tell reward functions with a schedule how far the run is."""
         progress, rows = self.parts.progress, sum(map(len, self.parts.train))
-        progress.steps, progress.total = self.run.step, self.parts.total_steps or 0
+        progress.steps, progress.total = self.run.step, self.run.steps or 0
         progress.epoch = self.run.position / max(rows, 1)
 
     async def replay(self) -> None:

@@ -36,6 +36,7 @@ class Run:
     tracker: Tracker
     compute: Executor
     stop: Stop
+    steps_of: Callable[[int, int], int | None]  # finished steps, consumed rows -> steps of the run; None: unknown
     resume_from: Path | None
     resumes_newest: bool  # no checkpoint was named, so an older one may take the place of a damaged one
     validate_every: int  # steps; 0: never
@@ -70,6 +71,11 @@ class Run:
         """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
         due = self.validate_every > 0 and self.step % self.validate_every == 0
         return due and self.last_validation_step() != self.step
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps of the run; None: unknown."""
+        return self.steps_of(self.step, self.position + len(self.ahead))
 
     def last_validation_step(self) -> int | None:
         return None if self.last_validation is None else self.last_validation["step"]
@@ -155,6 +161,7 @@ class Run:
         self.totals.update(state["totals"])
         own = path.resolve().parent == self.worker.checkpoints.folder.resolve()
         self.saved = self.step if own else None
+        self.tracker.expect(self.steps)
         self.tracker.rewind(state["logs"] if own else None, self.step)
         await self.trace(self.tracker.traced if own else 0.0)
         warnings += changed(state.get("given", {}), self.given, own)

@@ -43,9 +43,9 @@ class Setup(Generic[C]):
         """Write the configuration and the model's files into the run folder."""
         run_folder.claim(self.folder, self.config, policy)
 
-    def tracker(self, total_steps: int | None) -> Tracker:
-        config, folder = self.config, self.folder
-        return Tracker(folder, config.track, title=folder.name, total_steps=total_steps, config=flatten(config))
+    def tracker(self, rows: int) -> Tracker:
+        config, folder, total = self.config, self.folder, total_steps(self.config, rows)
+        return Tracker(folder, config.track, title=folder.name, total_steps=total, config=flatten(config))
 
     def stream(self, sources: Sequence[Source[S]]) -> Callable[[int], Iterator[S]]:
         """position -> rows from there on: `epochs` times the data, or without end if the run counts steps."""
@@ -61,14 +61,15 @@ class Setup(Generic[C]):
         rows(start=0)  # raises for wrong weights, before anything is generated
         return lambda position: rows(start=position)
 
-    def run(self, worker: Worker, tracker: Tracker, validates: bool, resume_from: Path | None) -> Run:
-        """`validates`: there is something to validate on."""
+    def run(self, worker: Worker, tracker: Tracker, rows: int, validates: bool, resume_from: Path | None) -> Run:
+        """`rows`: of training; `validates`: there is something to validate on."""
         config = self.config
         return Run(
             worker=worker,
             tracker=tracker,
             compute=self.compute,
             stop=self.stop,
+            steps_of=partial(total_steps, config, rows),
             resume_from=resume_from,
             resumes_newest=config.resume == "auto",
             validate_every=config.validation.every if validates else 0,
@@ -83,6 +84,18 @@ class Setup(Generic[C]):
                 tensorboard=config.track.tensorboard,
             ),
         )
+
+
+def total_steps(config: schema.RL | schema.Stage, rows: int, step: int = 0, consumed: int = 0) -> int | None:
+    """Number of steps of a run on so many rows, of which `step` steps have `consumed` some: fewer than they could if
+    the data ended there once. None: unknown."""
+    if config.steps:
+        return config.steps
+    if isinstance(config, schema.RL) and config.algorithm.dynamic_sampling:
+        return None  # it is unknown how many prompts a step will take
+    each = config.rollout.prompts if isinstance(config, schema.RL) else config.batch_size
+    left = max(config.epochs * rows - consumed, 0)
+    return step + -(-left // each)
 
 
 def packer_of(config: schema.RL | schema.Stage, pair_cost: float = 0.0) -> Packer:

@@ -82,11 +82,14 @@ class RLWorker(Worker):
     sampling: bool = True  # the engines have the weights at the start of the step
     seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # log-prob and entropy of the step's tokens
 
-    def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
-        """(every rank) Receive what rank 0 alone knows from data and rewards. `weights`: of each reward function."""
+    def begin(self, folder: Path, weights: Mapping[str, float]) -> None:
+        """(every rank) Receive what rank 0 alone knows from rewards. `weights`: of each reward function."""
         self.checkpoints.run, self.credit.weights = folder, weights
+
+    def expect(self, steps: int | None) -> None:
+        """(rank 0) Set the number of steps of the run; None: unknown."""
         keys = self.updates  # the first steps may train the critic alone
-        self.total_updates = total_steps and (total_steps - keys.critic_only) * keys.parts * keys.passes
+        self.total_updates = steps and (steps - keys.critic_only) * keys.parts * keys.passes
 
     def learn(
         self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool

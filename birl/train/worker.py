@@ -28,7 +28,7 @@ class Worker:
     critic: Learner | None = None  # with a model of its own
     checkpoints: Checkpoints
     rate_of: Callable[..., float]  # update, total updates -> learning rate
-    total_updates: int | None = None  # optimizer steps of the run; rank 0 tells the others
+    total_updates: int | None = None  # (rank 0) optimizer steps of the run
     nonfinite: int = 0
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
     extra: dict[str, Any] = field(

@@ -35,7 +35,8 @@ def test_compiling_is_told_once(compiled: list[list[str]], capsys: pytest.Captur
     for _ in range(2):
         assert compiling.build(torch.float32, 64).exists()
     assert len(compiled) == 1
-    assert re.fullmatch(r"birl: compiling kernels for this processor, once, \d+ s\n", capsys.readouterr().err)
+    told = r"birl: compiling kernels for float32 and heads of 64, once for this processor, \d+ s\n"
+    assert re.fullmatch(told, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:9], lambda b: b"", lambda b: b[:3] + b"?" + b[4:]])

@@ -191,7 +191,8 @@ def steps_on_rows(ranks: Ranks, model: Path, command: str, folder: Path) -> tupl
         learner.learn, learner.survey = partial(noted, learner.learn), partial(noted, learner.survey)
         if crew.leads:
             examples = list(load_examples(config.data, "train", chat=policy.chat, limit=512, given=rows * 40)[0])
-            crew.call(worker, build_rows.RowsWorker.begin, folder, 2)
+            crew.call(worker, build_rows.RowsWorker.begin, folder)
+            worker.total_updates = 2
             worker.objective.prepare(None, examples)
             losses = [worker.learn(examples[start : start + 6]).loss for start in (0, 6)]
             losses.append(worker.survey(examples[:6]).loss)

@@ -210,7 +210,7 @@ def test_an_attribute_that_raises_ends_its_episode_alone(name: str, error: type[
     setattr(Raising, name, property(value))
     found = play(Raising(1))
     assert found.outcome is Outcome.ENV_ERROR and math.isnan(found.reward)
-    assert re.match(r"test_episode\.py:\d+: .*boom", found.detail), found.detail
+    assert re.match(r"\S*test_episode\.py:\d+: .*boom", found.detail), found.detail
 
 
 def test_pictures_without_names_end_their_episode_alone() -> None:
@@ -242,7 +242,7 @@ def test_an_error_that_asyncio_replaces_names_the_line(error: type[BaseException
         raise error("mine")
 
     Late.step = now if plain else later  # pyright: ignore
-    assert re.match(r"test_episode\.py:\d+: ", play(Late(1)).detail)
+    assert re.match(r"\S*test_episode\.py:\d+: ", play(Late(1)).detail)
 
 
 def test_an_error_names_the_line_of_the_environment() -> None:
@@ -251,7 +251,7 @@ def test_an_error_names_the_line_of_the_environment() -> None:
             return json.loads(reply.content)
 
     played = play(Broken())
-    assert re.match(r"test_episode\.py:\d+: JSONDecodeError: ", played.detail)
+    assert re.match(r"\S*test_episode\.py:\d+: JSONDecodeError: ", played.detail)
 
 
 def test_an_error_says_what_was_said_last() -> None:

@@ -108,10 +108,10 @@ def test_a_hint_stands_behind_the_question_after_a_description_of_tools() -> Non
 
 
 def test_names_that_are_no_columns_and_other_conversations_are_refused() -> None:
-    with pytest.raises(BirlError, match=r"rows\.jsonl:3 has no column 'proof', only answer, note"):
+    with pytest.raises(BirlError, match=r"rows\.jsonl, row 4 has no column 'proof', only answer, note"):
         hinted(group(note="x"), "{proof}")
     other = group()
     turn = replace(other.trajectories[0].turns[0], prompt=np.array(CHAT.render("else"), np.int32))
     other = replace(other, trajectories=(replace(other.trajectories[0], turns=(turn,)),))
-    with pytest.raises(BirlError, match="does not begin with the row's prompt"):
+    with pytest.raises(BirlError, match=r"rows\.jsonl, row 4 does not begin with the row's prompt"):
         hinted(other, "{answer}")

@@ -172,7 +172,7 @@ def test_a_row_with_a_bad_picture_is_named(chat: Chat, tmp_path: Path) -> None:
     (tasks,) = load_tasks(schema.Data(train=[str(data)]), "train", chat=True)
     with pytest.raises(BirlError, match=error):
         filter_by_length(tasks, lambda task: prompt_tokens(chat, task, 512), 512)
-    with pytest.raises(BirlError, match=r"Task rows\.jsonl:1: Picture 1: A picture cannot be read"):
+    with pytest.raises(BirlError, match=r"rows\.jsonl, row 2: Picture 1: A picture cannot be read"):
         longest_prompt([tasks[0], tasks[1]], chat, 512)
 
 

@@ -155,6 +155,16 @@ def test_epochs_and_the_last_short_batch(tiny: Path, tmp_path: Path) -> None:
     assert [m["rows"] for m in log(tmp_path)] == [5, 5, 5, 5, 4]
 
 
+def test_more_epochs_for_a_finished_run_train_every_row(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step of the first epoch was short, so the second takes three more: with two, rows were left out."""
+    for epochs in (1, 2):
+        run(tiny, tmp_path, "sft", "steps=0", f"epochs={epochs}", "batch_size=5", "track.console=plain")
+    assert [m["rows"] for m in log(tmp_path)] == [5, 5, 2, 5, 5, 2]
+    assert "birl: run: 6 steps" in "".join(capsys.readouterr())
+
+
 def test_a_validation_split_and_its_best_checkpoint(tiny: Path, tmp_path: Path) -> None:
     summary = run(tiny, tmp_path, "sft", "data.validation_split=0.25", "validation.every=1", "checkpoint.keep_last=1")
     assert len(log(tmp_path, "validation")) == 4

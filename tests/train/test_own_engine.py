@@ -47,8 +47,16 @@ WRONG = {
     "a function": ("def f(): pass", "{file}:f", "must be a class with generate and load"),
     "no load": ("class G:\n def generate(self): pass", "{file}:G", "G has no method load; it needs generate and load"),
     "an odd parameter": (" def __init__(self, gpu): pass", "{file}:E", r"takes 'gpu'; supported: model, address"),
-    "it does not start": (" def __init__(self): raise OSError('no licence')", "{file}:E", "OSError: no licence"),
-    "it cannot load": (" def load(self, update): raise ValueError('no room')", "{file}:E", "load: ValueError: no room"),
+    "it does not start": (
+        " def __init__(self): raise OSError('no licence')",
+        "{file}:E",
+        r"E: \S*e\.py:8: OSError: no licence",
+    ),
+    "it cannot load": (
+        " def load(self, update): raise ValueError('no room')",
+        "{file}:E",
+        r"load: \S*e\.py:8: ValueError: no room",
+    ),
     "no completion": (" def generate(self, *w): return None", "{file}:E", "generate returned None, not a birl.types"),
     "no engine": ("", "nosuch", "engine.kind=nosuch: must be embedded"),
 }

@@ -298,6 +298,15 @@ def test_the_proximal_policy_stays_for_all_updates_of_a_batch(plain: Path, tmp_p
     assert last["ratio/max"] > 1.2 and last["clip_fraction"] > 0
 
 
+def test_more_epochs_for_a_finished_run(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last step was short, so the second epoch takes two more steps, not one."""
+    for epochs in (1, 2):
+        words = ("steps=0", f"epochs={epochs}", "rollout.prompts=2", "track.console=plain", "optimizer.schedule=linear")
+        run(tiny, tmp_path, *words, rows=3)
+    steps = log(tmp_path)
+    assert len(steps) == 4 and steps[-1]["lr"] > 0 and "birl: run: 4 steps" in "".join(capsys.readouterr())
+
+
 def test_passes_over_a_batch_are_updates(plain: Path, tmp_path: Path) -> None:
     run(plain, tmp_path, "algorithm.updates_per_batch=2", "algorithm.passes=3", "optimizer.schedule=linear", "steps=2")
     steps = log(tmp_path)
@@ -319,13 +328,17 @@ SURROGATES = {
     "tensor": ("-(logp - old_logp).exp() * advantages", ""),
     "one number": ("(-logp * advantages).mean()", r"must give the loss of each of \d+ tokens"),
     "words": ("'loss'", r"must give the loss of each of \d+ tokens"),
+    "no tensor": ("logp[10**6]", r"mine\.py:loss: it failed: \S*mine\.py:2: IndexError"),
+    "no gradient": ("-logp.detach() * advantages", r"mine\.py:loss: its loss has no gradient"),
+    "one ratio": ("Surrogate(-logp * advantages, logp[:1], logp > 0)", r"not shapes \(\d+,\), \(1,\), \(\d+,\)"),
 }
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
 def test_a_surrogate_of_ones_own(tiny: Path, tmp_path: Path, kind: str) -> None:
     value, message = SURROGATES[kind]
-    (tmp_path / "mine.py").write_text(f"def loss(logp, old_logp, advantages, sample): return {value}\n")
+    text = "from birl.algorithms.surrogates import Surrogate\ndef loss(logp, old_logp, advantages, sample): return "
+    (tmp_path / "mine.py").write_text(text + value)
     words = (f"algorithm.surrogate={tmp_path}/mine.py:loss", "steps=1")
     if message:
         with pytest.raises(BirlError, match=message):

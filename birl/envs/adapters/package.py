@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from birl.config.schema.kinds import Whole
-from birl.envs.tasks.rows import Drawn, where
+from birl.envs.tasks.rows import Drawn
 from birl.errors import BirlError
 from birl.types import Task
 
@@ -85,7 +85,7 @@ def seed_of(task: Task) -> int:
     """Seed of a task: the column `seed` of its row."""
     seed = task.columns.get("seed")
     if not isinstance(seed, int) or seed < 0:
-        raise BirlError(f"{where(task)}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
+        raise BirlError(f"{task.place}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
     return seed
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 from birl.config.schema.kinds import Amount, Count, Positive, Whole
 from birl.envs.browser.pool import Page, Pool
-from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
@@ -129,7 +128,7 @@ class Web:
     async def start(self) -> tuple[Message, ...]:
         columns = self.task.columns
         if "task" not in columns:
-            raise BirlError(f"{where(self.task)} has no column `task`, which names a task of {self.benchmark}")
+            raise BirlError(f"{self.task.place} has no column `task`, which names a task of {self.benchmark}")
         self.page = await self.pool.open(str(columns["task"]), int(columns.get("seed") or 0))
         self.shown = self.page.first["page"]
         self.talk = [Message(role="user", content=self._first(self.shown))]

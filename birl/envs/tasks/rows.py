@@ -72,28 +72,22 @@ def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split
     )
 
 
-def where(task: Task) -> str:
-    """Place of a row for messages, which count from 1; ids count from 0."""
-    name, _, number = task.id.rpartition(":")
-    return f"{name}, row {int(number) + 1}" if number.isdecimal() else task.id
-
-
 def column(task: Task, name: str) -> Any:
     """A column that an environment needs. Users' rows may lack it."""
     if task.columns.get(name) is None:
-        raise BirlError(f"{where(task)} has no column {name!r}, which the environment needs")
+        raise BirlError(f"{task.place} has no column {name!r}, which the environment needs")
     return task.columns[name]
 
 
 def answered(task: Task) -> str:
     if task.answer is None:
-        raise BirlError(f"{where(task)} has no answer, which the environment needs")
+        raise BirlError(f"{task.place} has no answer, which the environment needs")
     return task.answer
 
 
 def answered_number(task: Task) -> Fraction:
     if (value := number(answered(task))) is None:
-        raise BirlError(f"{where(task)}: its answer {task.answer!r} is no number, which the environment needs")
+        raise BirlError(f"{task.place}: its answer {task.answer!r} is no number, which the environment needs")
     return value
 
 
