@@ -5,9 +5,6 @@ running them. Captured once, they are launched together. The step is captured fo
 powers of two); padding rows write to a scratch page, and their results are dropped. The graph also samples the tokens
 and advances to the next position itself, so that up to `AHEAD` replays need one upload before and one download after.
 
-Any forward pass can be captured that never copies a value to the host: birl's fused layers and transformers' own
-modules alike. `Graphs.problem` runs a step once and returns what cannot be captured in it.
-
 A graph works on addresses: inputs and results live in tensors that are made once, weights and cache must not move
 (`Runner.use_graphs` compares). Whatever the step allocates comes from a pool that all graphs share.
 """

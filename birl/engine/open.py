@@ -140,7 +140,8 @@ class Sampled:
         """(every rank) Copy the learner's weights to the copies, one tensor at a time."""
         copies = {} if self.copy is None else dict(self.copy.named_parameters())
         for name, parameter in self.learner.model.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            own = parameter.to(DTYPES[self.dtype])  # half the bytes of float32 between ranks
+            whole = own.full_tensor() if isinstance(own, DTensor) else own
             if name in copies:
                 copies[name].copy_(whole)
         if self.copy is not None:

@@ -132,8 +132,9 @@ class Runner:
             self.cache = Cache.make(pages.total + extra, slots_of(self.model), kind, device, sequences)
         with decoder.steady(self.cache) if decoder is not None else self.packed.active(version):
             if graphed(device) and self.routing is None and not self.eager:  # routes are recorded by single steps only
-                own = fused.addresses() if fused else places(self.model)
-                self.use_graphs((*own, *self.packed.addresses()), scratch=pages.total)
+                if fused is not None:
+                    fused.join()
+                self.use_graphs((*places(self.model), *self.packed.addresses()), scratch=pages.total)
             yield
 
     def use_graphs(self, addresses: tuple[int, ...], scratch: int) -> None:
@@ -189,7 +190,7 @@ def graphed(device: torch.device) -> bool:
 
 
 def places(model: nn.Module) -> tuple[int, ...]:
-    """Addresses of everything that a captured forward pass of transformers reads."""
+    """Addresses of everything that a captured forward pass reads."""
     return tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
 
 

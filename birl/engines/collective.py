@@ -188,6 +188,10 @@ class BroadcastGroup:
                 self._group.abort()
                 raise RuntimeError("the broadcast was aborted")
             time.sleep(0.0005)
+        result = getattr(work, "get_future_result", None)  # an error of NCCL completes it too, and `wait` is silent
+        if result is not None and result().done() and result().value():
+            self._group.abort()
+            raise RuntimeError("NCCL has lost another rank")
         work.wait()
 
 

@@ -24,6 +24,7 @@ from birl.text.pictures import Pictures
 MOST = 1024  # vLLM's own default on large GPUs
 #: this process's rank among the learner's, which a server would use as its own
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLACE += ("TORCHELASTIC_USE_AGENT_STORE",)  # torchrun's: a server's processes would start no store to meet at
 KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
 
 

@@ -282,12 +282,13 @@ class Supervisor:
             common = {"WORLD_SIZE": str(len(spots)), "MASTER_ADDR": first.seen.ip, "MASTER_PORT": str(port)}
         generation = max(s.generation for s in spots) + 1
         nodes = [spot.seen.node for spot in spots if spot.seen is not None]
-        for rank, spot in enumerate(spots):
-            node, place = nodes[rank], dict[str, str]()
-            if common:
-                local = 0 if spot.role.gpus else nodes[:rank].count(node)
-                place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
-            self._begin(spot, generation, spot.role.command, "", {**common, **place})
+        # Ray spreads neighbours over nodes, and tensor parallelism needs neighbouring ranks on one
+        pairs = sorted(zip(nodes, spots, strict=True), key=lambda pair: nodes.index(pair[0]))
+        nodes = [node for node, _ in pairs]
+        for rank, (node, spot) in enumerate(pairs):
+            local = 0 if spot.role.gpus else nodes[:rank].count(node)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
+            self._begin(spot, generation, spot.role.command, "", {**common, **place} if common else {})
         self.began = time.monotonic()
 
     def _introduce(self, first: Spot) -> None:

@@ -9,8 +9,6 @@ merge starts from W, never from the last merge, so there is no drift.
 Memory: W is kept beside the merged weight, rounded to the compute type, as bfloat16 if that is exact, else as float32;
 on a GPU in CPU memory, from where every merge reads it once (not with DoRA, whose gradients need it).
 A quantised base (`models/quantized.py`) is kept as codes: there is no merged weight, each product merges again.
-Compared with full training, the gradients, AdamW's state and the masters of all weights are saved; embeddings, head,
-norms and biases are frozen.
 
 Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
 """

@@ -41,6 +41,13 @@ class Masters:
         """Number of ranks that hold each element of a master; 0: all ranks."""
         return 0
 
+    def publish(self) -> None:
+        """Call after a step: updates the module's parameters. Nothing to do if they are the masters."""
+
+    def loaded(self) -> None:
+        """Call after writing `tensors`."""
+        self.publish()
+
 
 class MasterWeights(Masters):
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
@@ -81,10 +88,6 @@ class MasterWeights(Masters):
                     return
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
 
-    def loaded(self) -> None:
-        """Call after writing `tensors`."""
-        self.publish()
-
     def weights(self) -> dict[str, Tensor]:
         return {name: master.data for name, master in self.tensors.items()}
 
@@ -108,12 +111,6 @@ class ShardedMasterWeights(Masters):
                 self.tensors[name].grad = parameter.grad.to_local()
                 parameter.grad = None
         sum_gradients([self.tensors[name] for name in self.summands], self.group)
-
-    def publish(self) -> None:
-        """Nothing to do: the shards are the parameters."""
-
-    def loaded(self) -> None:
-        """Call after writing `tensors`."""
 
     def weights(self) -> dict[str, Tensor]:
         """Weights by name, as DTensors."""

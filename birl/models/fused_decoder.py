@@ -34,7 +34,6 @@ class FusedDecoder:
     def __init__(self, model: nn.Module, checkpointing: bool = False, ways: int = 1) -> None:
         """`ways`: number of ranks that every layer is split over."""
         self.body: Any = cast(Any, model).base_model
-        self.head: nn.Module = cast(Any, model).get_output_embeddings()
         witness = seen(model)
         config = cast(Any, model).config.get_text_config()
         self.size = witness.slots[0].key
@@ -99,11 +98,6 @@ class FusedDecoder:
         """Concatenate weights with the same input into one tensor (`fused_layers.py`); moves them on first use."""
         for layer in () if self.apart else self.layers:
             layer.join()
-
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors that a captured CUDA graph reads."""
-        self.join()
-        return tuple(t.data_ptr() for m in (self.body, self.head) for t in (*m.parameters(), *m.buffers()))
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -3,9 +3,6 @@ prompts that have nothing in the cache yet.
 
 In decode each row reads the context of its own sequence. In prefill consecutive rows of one sequence are processed in
 tiles, whose context is read once.
-
-PyTorch's `varlen_attn` takes a block table since 2.13, but with its own FlashAttention 2 only pages of 256 positions or
-none at all; these kernels take birl's pages of 32 and every PyTorch from 2.11 on.
 """
 
 from collections.abc import Iterable, Sequence

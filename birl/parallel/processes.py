@@ -63,6 +63,7 @@ def rank_processes(
             crew.abandon()
             for child in children:
                 child.kill()
+            leave(failed=True)
             raise
         crew.close()
 
@@ -83,9 +84,11 @@ def leave_nothing_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def leave() -> None:
+def leave(failed: bool = False) -> None:
+    """Leave the process groups; after a failure without waiting for NCCL's kernels, which may wait for lost ranks."""
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        c10d = torch.distributed.distributed_c10d
+        (c10d._abort_process_group if failed else c10d.destroy_process_group)()
 
 
 class Child:

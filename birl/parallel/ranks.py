@@ -105,8 +105,9 @@ class Ranks:
         self.groups: dict[str, dist.ProcessGroup] = {}
         if mesh is not None:
             self.groups["tp"] = mesh.get_group("tp")
-            for name, step, size in (("cp", grid.tp, grid.cp), ("share", grid.cp * grid.tp, self.shares)):
-                for ranks in _groups(grid.size, step, size):
+            whole = torch.arange(grid.size, dtype=torch.int64).view(self.shares, grid.cp, grid.tp)
+            for name, groups in (("cp", whole.mT.flatten(0, 1)), ("share", whole.flatten(1).T)):
+                for ranks in groups.tolist():
                     made = dist.new_group(ranks)  # every rank creates all groups
                     if rank in ranks:
                         self.groups[name] = made  # pyright: ignore[reportArgumentType]
@@ -226,14 +227,6 @@ def check_apart(own: str) -> None:
             f"parallel: ranks {' and '.join(same)} have one GPU, {own}. Start no more ranks on a machine than it has "
             "GPUs, and show each rank all of them or one of its own (srun --gpus-per-task=1, Ray: launch.gpus=1)."
         )
-
-
-def _groups(ranks: int, step: int, size: int) -> list[list[int]]:
-    """All groups of `size` ranks with distance `step`."""
-    block = step * size
-    return [
-        [first + start + step * i for i in range(size)] for first in range(0, ranks, block) for start in range(step)
-    ]
 
 
 class Masters(Protocol):

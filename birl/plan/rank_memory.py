@@ -78,7 +78,7 @@ class Passes:
             activations=layers * one,
             one=one,
             again=rows * kept(shape, "all", layout.tp, seen) if work.keep != "all" else 0.0,
-            layer=passing(shape, layout, rows),
+            layer=passing(shape, layout, rows, work.microbatch / work.sequence),
             head=4 * shape.hidden * rows,
             logits=logits or backward_bytes(int(rows), shape.hidden, vocab, 2, gpu=True, master=layout.splits == 1),
         )
@@ -115,14 +115,28 @@ def moments(
     ]
 
 
-def passing(shape: Shape, layout: Layout, rows: float) -> float:
+def passing(shape: Shape, layout: Layout, rows: float, sequences: float = 1.0) -> float:
     """Workspace of one layer's backward pass beside the kept activations [bytes]: at its last product's inputs, with
     the gradient of its weight; with experts where their outputs are joined, or at their first product, when half of the
-    kept activations are freed."""
+    kept activations are freed; or of attention, when those behind it are."""
+    behind = 2 * rows * (shape.hidden + (shape.hidden + (shape.matrices + 1) * mlp_width(shape)) / layout.tp)
+    least = attention_workspace(shape, layout, rows, sequences) - behind
     if not shape.experts:
-        return (4 * rows + 2 * shape.hidden) * shape.inner / layout.tp
+        return max((4 * rows + 2 * shape.hidden) * shape.inner / layout.tp, least)
     experts, copies = gathered(shape, layout)[1], rows * shape.chosen
-    return max(copies * 4 * shape.hidden, 2 * experts - copies * 4 * shape.expert_inner)
+    return max(copies * 4 * shape.hidden, 2 * experts - copies * 4 * shape.expert_inner, least)
+
+
+def attention_workspace(shape: Shape, layout: Layout, rows: float, sequences: float) -> float:
+    """Bytes of FlashAttention 2's backward pass (`mha_varlen_bwd` of PyTorch's flash_api.cpp): the queries' gradient in
+    float32, with 128 further rows for each of the `sequences`; gradients of the keys and values of all tokens of the
+    row for each query head, if there are fewer key heads; and gradients of all its inputs and of its result."""
+    if shape.latent:  # other attention: keys are wider than values
+        return 0.0
+    query, keys = (heads * shape.head_dim / layout.tp for heads in (shape.heads, shape.kv_heads))
+    seen, pieces = rows * layout.cp, sequences * min(layout.cp, 2)
+    expanded = 4 * seen * query * (shape.kv_heads < shape.heads)
+    return 4 * (2 * rows + 128 * pieces) * query + expanded + 4 * seen * keys
 
 
 def gathered(shape: Shape, layout: Layout) -> tuple[float, float, float]:

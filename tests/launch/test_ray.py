@@ -264,6 +264,22 @@ def test_a_learner_that_was_told_to_save_is_stopped_and_did_not_fail(supervisor:
     assert (supervisor.verdict, supervisor.failures) == ("stopped", 0)
 
 
+def test_neighbouring_ranks_are_on_one_node(supervisor: Supervisor) -> None:
+    """Ray places neighbours on different nodes (SPREAD), and the ranks of parallel.tp are neighbours."""
+    (learner,) = supervisor.learners
+    nodes, begun = ["n1", "n2", "n2", "n1"], list[Any]()
+    spots = [replace(learner, index=index, name=f"learner:{index}") for index in range(4)]
+    for spot, node in zip(spots, nodes, strict=True):
+        host = {name: SimpleNamespace(remote=told) for name, told in (("port", lambda: 7), ("begin", begun.append))}
+        spot.host, spot.seen = SimpleNamespace(**host), Seen(ip=f"10.0.0.{node[1]}", node=node, gcs="x")
+    supervisor.ray.get = lambda value, timeout: value
+    supervisor._introduce = lambda first: None  # type: ignore[method-assign]
+    supervisor._start(spots)
+    ranks = {order.log[-5]: order.env["RANK"] for order in begun}
+    assert ranks == {"0": "0", "3": "1", "1": "2", "2": "3"}
+    assert {order.env["MASTER_ADDR"] for order in begun} == {"10.0.0.1"}
+
+
 def test_a_host_ends_what_its_process_has_started(host: Host, tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     host.begin(order(tmp_path, script))

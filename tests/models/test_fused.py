@@ -10,6 +10,7 @@ import torch
 
 from birl.data.pack import pack
 from birl.data.trees import Tree
+from birl.engine.runner import places
 from birl.learner.learner import Learner
 from birl.models import attention, fused, fused_decoder, logprobs
 from birl.models.attention import Packed
@@ -65,12 +66,12 @@ def test_weights_are_joined_once_and_stay_the_parameters() -> None:
     names = [name for name, _ in module.named_parameters()]
     ids, positions, layout = torch.arange(9), torch.arange(9), Packed([Tree.of(9)])
     with torch.no_grad():
-        first, places = decoder.hidden_states(ids, positions, layout), decoder.addresses()
+        first, at = decoder.hidden_states(ids, positions, layout), places(module)
         assert (first == decoder.hidden_states(ids, positions, layout)).all()
         for parameter in module.parameters():
             parameter.mul_(1.1)
         assert (decoder.hidden_states(ids, positions, layout) != first).any()
-        assert decoder.addresses() == places
+        assert places(module) == at
     assert [name for name, _ in module.named_parameters()] == names
     sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in module.parameters()}
     assert sum(sizes.values()) == sum(p.nbytes for p in module.parameters())  # and nothing is there twice

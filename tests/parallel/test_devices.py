@@ -237,5 +237,20 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         pass
 
 
+@pytest.mark.usefixtures("forking")
+def test_after_a_failure_no_kernel_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path) -> None:
+    """NCCL's kernels of this rank may wait for the others, which are gone, and `destroy_process_group` for these."""
+    cards(monkeypatch, 2)
+    for place in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(place, "destroy_process_group", lambda: pytest.fail("it would wait"))
+    words = [sys.executable, "-m", "tests.parallel.test_devices", "2", "", str(tiny)]
+    with (
+        pytest.raises(ZeroDivisionError),
+        rank_processes(PAIR, torch.device("cuda", 0), 30.0, words, "", 1, tmp_path),
+    ):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
 if __name__ == "__main__":
     second(*sys.argv[1:])

@@ -1,13 +1,17 @@
 """What ranks send each other is what the form needs, and hardly more."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.traffic import Traffic, least
 from birl.data.pack import pack
+from birl.engine.open import Sampled
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.load import cast
 from birl.models.shape import Shape
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups
@@ -41,6 +45,26 @@ def test_a_step_sends_little_more_than_it_must(grid: Grid, kind: str) -> None:
         assert bound <= total < 1.06 * bound
         assert by_kind[kind] > 0.3 * total
     assert len({total for total, _, _ in found}) == 1
+
+
+def refreshed(ranks: Ranks) -> tuple[int, int, bool]:
+    """Bytes that the engine's own weights take, their number, and whether they are those that were there."""
+    model, copy = tiny_model(), cast(tiny_model(), torch.bfloat16)
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, ranks=ranks, dtype=torch.bfloat16)
+    for parameter in copy.parameters():
+        parameter.data.fill_(float("nan"))
+    policy: Any = None
+    with Traffic() as counted:
+        Sampled(policy=policy, learner=learner, dtype="bfloat16", copy=copy).refresh()
+    wanted = dict(cast(tiny_model(), torch.bfloat16).named_parameters())
+    same = all(torch.equal(p, wanted[name]) for name, p in copy.named_parameters())
+    return counted.total, sum(p.numel() for p in copy.parameters()), same
+
+
+def test_the_engines_own_weights_are_rounded_before_they_are_gathered() -> None:
+    for total, count, same in on_ranks(Grid(fsdp=2), refreshed):
+        assert same and total == pytest.approx(count * 2 / 2, rel=0.01)  # two bytes each, half of them from the other
 
 
 def test_the_least_grows_with_what_it_must() -> None:

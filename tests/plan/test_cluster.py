@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from birl.learner.adamw8bit import stored
 from birl.models.shape import KNOWN, Shape, shape_of
 from birl.plan.cluster import KINDS, Layout, Workload, check, cluster_of, layouts
 from birl.plan.cluster_command import USABLE, best
-from birl.plan.rank_memory import memory
+from birl.plan.rank_memory import Passes, attention_workspace, memory
 from birl.plan.step import step
 from tests.plan.published import efficiency, rows, table
 from tests.tiny import tiny_model
@@ -166,6 +167,21 @@ def test_longer_sequences_and_more_copies_cost_more() -> None:
     long = replace(WORK, sequence=8192)
     assert step(shape, cluster, layout, long).seconds > step(shape, cluster, layout, WORK).seconds
     assert sum(memory(shape, Layout(ddp=8), WORK).values()) > sum(memory(shape, layout, WORK).values())
+
+
+@pytest.mark.parametrize(("cp", "sequence"), [(1, 131_072), (1, 64), (8, 131_072)])
+def test_the_backward_pass_of_attention_is_counted(cp: int, sequence: int) -> None:
+    """What `mha_varlen_bwd` of PyTorch's FlashAttention 2 allocates for a rank's tokens, and its result's gradient."""
+    shape, tokens = KNOWN["llama3-8b"], 131_072
+    count = tokens // sequence * min(cp, 2)  # sequences, each in two pieces under cp
+    queries, padded = (tokens // cp, 32, 128), (tokens // cp + 128 * count, 32, 128)
+    keys, expanded = (tokens, 8, 128), (tokens, 32, 128)
+    halves = sum(2 * prod(size) for size in (queries, queries, keys, keys, expanded, expanded))
+    found = attention_workspace(shape, Layout(cp=cp), tokens / cp, tokens / sequence)
+    assert found == halves + 4 * prod(padded)
+    work = Workload(batch=tokens, microbatch=tokens, sequence=sequence)
+    behind = 2 * tokens // cp * (2 * 4096 + 4 * 14_336)  # freed by then
+    assert Passes.of(shape, Layout(cp=cp), work).layer >= found - behind
 
 
 def test_plans_fit_and_the_first_is_the_fastest() -> None:

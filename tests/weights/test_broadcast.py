@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import WorkResult  # pyright: ignore
 
 from birl.engines import collective
 from birl.engines.collective import own_address, pieces, store_address
@@ -308,6 +311,23 @@ def test_gpus_are_told_apart(monkeypatch) -> None:
     monkeypatch.setattr("birl.server.staging.gpu", lambda device: "GPU-1")
     with pytest.raises(Refused, match="on one GPU"):
         Membership(shapes={}, device=CPU).check(invited)
+
+
+def test_an_error_of_nccl_is_no_broadcast() -> None:
+    """It completes the work of PyTorch, whose `wait` then raises nothing: the buffer would be taken for weights."""
+    given = Invitation(store="h:1", group="g", rank=1, size=2, backend="nccl", timeout=1, bucket_mb=1, tensors=())
+    told: list[str] = []
+    lost = SimpleNamespace(done=lambda: True, value=lambda: int(WorkResult.COMM_ERROR))
+    work = SimpleNamespace(is_completed=lambda: True, get_future_result=lambda: lost, wait=lambda: told.append("taken"))
+    group = collective.BroadcastGroup(given, CPU)
+    group._group = SimpleNamespace(broadcast=lambda flat, root: work, abort=lambda: told.append("aborted"))
+    with pytest.raises(RuntimeError, match="NCCL has lost another rank"):
+        group._broadcast(torch.zeros(1, dtype=torch.uint8))
+    assert told == ["aborted"]
+    lost.value = lambda: int(WorkResult.SUCCESS)
+    group._broadcast(torch.zeros(1, dtype=torch.uint8))
+    assert told == ["aborted", "taken"] and hasattr(dist.Work, "get_future_result")
+    group.close()
 
 
 async def test_it_listens_on_loopback_only() -> None:
