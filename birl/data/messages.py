@@ -18,7 +18,7 @@ from birl.types import PLACE, Message, Picture, ToolCall
 COLUMNS = ("images", "image")
 
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
-THOUGHTS = ("reasoning_content", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 LEARNED = {"weight": 1, "train": True, "training": True}  # fields by which some formats exclude a message from training
 
 # Roles of chat templates. Others would be rendered by some templates and left out by others.

@@ -200,6 +200,10 @@ class Adapter:
         result = self.parse(answer, room)
         return replace(result, support=self.kept(answer)) if params.told else result
 
+    def ends(self, params: SamplingParams) -> list[int]:
+        """The tokens that end an answer. The server itself knows those of its files, not that of the chat template."""
+        return sorted({*params.stop_ids, *(() if params.ignore_eos else self.end_ids)})
+
     def kept(self, answer: Any) -> Support:
         """The support that each token was sampled from."""
         raise NotImplementedError
@@ -213,7 +217,7 @@ class Adapter:
                 f"{params.temperature:g}, top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g}: ask "
                 "with temperature=1 and without them."
             )
-        given, ended = cut(params, self.end_ids, room)
+        given, ended = cut(params, self.ends(params), room)
         if len(prompt_ids) + len(given) == self.context:
             raise BirlError(
                 f"{self.name} scores at most {self.context - 1} tokens, prompt and answer, one less than its context: "
@@ -340,9 +344,8 @@ def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
     return tuple(result)
 
 
-def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tuple[int, ...], bool]:
-    """The given tokens up to the end of the answer that they make, and whether it ends with an end token."""
-    ends = {*params.stop_ids, *(() if params.ignore_eos else end_ids)}
+def cut(params: SamplingParams, ends: Collection[int], room: int) -> tuple[tuple[int, ...], bool]:
+    """The given tokens up to the end of the answer that they make, and whether it ends with one of `ends`."""
     given = params.forced[:room]
     first = next((i for i, token in enumerate(given) if token in ends), None)
     return (given, False) if first is None else (given[: first + 1], True)

@@ -80,7 +80,7 @@ class SGLang(Adapter):
     ) -> Any:
         sampling: dict[str, Any] = {
             **{"max_new_tokens": count, "temperature": params.temperature, "ignore_eos": params.ignore_eos},
-            **{"stop": list(params.stop), "stop_token_ids": list(params.stop_ids), "skip_special_tokens": False},
+            **{"stop": list(params.stop), "stop_token_ids": self.ends(params), "skip_special_tokens": False},
             "no_stop_trim": True,
         }
         if params.seed is not None:

@@ -132,6 +132,8 @@ def convert(source: Path, folder: Path) -> None:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         restore(source, reader, model.config)
         check_read(source, reader, model, report)
+        ends = (reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        model.generation_config.eos_token_id = [int(f.contents()) for f in ends if f is not None] or None
         model.config.name_or_path = source.stem
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

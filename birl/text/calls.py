@@ -24,10 +24,12 @@ DEEPSEEK_CALL = re.compile(
 )
 DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
 DEEPSEEK_LAST = re.compile(r"\s*<｜tool▁calls▁end｜>")
-GEMMA_CALL = re.compile(r"<start_function_call>\s*call:([^\s{}:<>]+)\{")
+GEMMA_CALL = re.compile(r"\s*call:([^\s{}:<>]+)\{")
 GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],<>]+):")
 GEMMA_ATOM = re.compile(r"[^,{}\[\]<>]+")
-ESCAPE = "<escape>"
+LLAMA4 = re.compile(r"\s*<\|python_start\|>(.*?)<\|python_end\|>(.*)", re.DOTALL)
+#: as Jinja's `string` filter writes JSON's values: the templates of Qwen 3.5 and the first one of Gemma 4
+WRITTEN = {"True": "true", "False": "false", "None": "null"}
 #: types of a JSON schema by those of Python, text aside
 KINDS: dict[type, set[str]] = {
     **{bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}},
@@ -69,8 +71,10 @@ def qwen_coder(text: str, tools: Tools) -> Read:
 
 def llama(text: str, tools: Tools) -> Read:
     """{"name": "add", "parameters": {"a": 3}}, several separated by ;. Such JSON is a call after <|python_tag|>, or if
-    it is the whole reply and names a declared tool."""
+    it is the whole reply and names a declared tool. Llama 4: behind or between <|python_start|> and <|python_end|>."""
     before, tag, rest = text.partition("<|python_tag|>")
+    if four := LLAMA4.fullmatch(text):
+        before, tag, rest = (four[1], "4", four[2]) if four[2].strip() else ("", "4", four[1])
     calls = list(_objects(rest if tag else text))
     if not calls or None in calls:
         return text, ()
@@ -87,10 +91,10 @@ def _objects(text: str) -> Iterator[ToolCall | None]:
         call = named(data, key) if key else None
         yield call
         place = past(text, end)
-        if call is None or (place < len(text) and text[place] != ";"):
+        if call is None or (place < len(text) and text[place] not in ";{"):
             yield None
             return
-        place = past(text, place + 1)
+        place = past(text, place + text.startswith(";", place))
 
 
 def mistral(text: str, tools: Tools) -> Read:
@@ -128,49 +132,55 @@ def deepseek(text: str, tools: Tools) -> Read:
 
 def function_gemma(text: str, tools: Tools) -> Read:
     """<start_function_call>call:add{a:3,unit:<escape>m<escape>}<end_function_call>"""
+    return _gemma(text, "<start_function_call>", "<end_function_call>", "<escape>")
 
+
+def gemma4(text: str, tools: Tools) -> Read:
+    """<|tool_call>call:add{a:3,unit:<|"|>m<|"|>}<tool_call|>"""
+    return _gemma(text, "<|tool_call>", "<tool_call|>", '<|"|>')
+
+
+def _gemma(text: str, opening: str, closing: str, quote: str) -> Read:
     def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
-        if not (opened := GEMMA_CALL.match(text, place)):
+        if not (opened := GEMMA_CALL.match(text, place + len(opening))):
             return None
         try:
-            result, end = _fields(text, opened.end())
+            result, end = _fields(text, opened.end(), quote)
             call = made(opened[1], result)
         except (ValueError, RecursionError):
             return None
-        return (
-            ([call], end + len("<end_function_call>")) if call and text.startswith("<end_function_call>", end) else None
-        )
+        return ([call], end + len(closing)) if call and text.startswith(closing, end) else None
 
-    return beside(text, "<start_function_call>", at)
+    return beside(text, opening, at)
 
 
-def _fields(text: str, place: int) -> tuple[dict[str, Any], int]:
+def _fields(text: str, place: int, quote: str) -> tuple[dict[str, Any], int]:
     """Parse the fields after an opening brace. Raises `ValueError`."""
     result: dict[str, Any] = {}
     while not text.startswith("}", place):
         if not (key := GEMMA_KEY.match(text, place)):
             raise ValueError("no key")
-        result[key[1]], place = _gemma_value(text, key.end())
+        result[key[1]], place = _gemma_value(text, key.end(), quote)
         place = _comma(text, place, "}")
     return result, place + 1
 
 
-def _gemma_value(text: str, place: int) -> tuple[Any, int]:
-    if text.startswith(ESCAPE, place):
-        end = text.index(ESCAPE, place + len(ESCAPE))
-        return text[place + len(ESCAPE) : end], end + len(ESCAPE)
+def _gemma_value(text: str, place: int, quote: str) -> tuple[Any, int]:
+    if text.startswith(quote, place):
+        end = text.index(quote, place + len(quote))
+        return text[place + len(quote) : end], end + len(quote)
     if text.startswith("{", place):
-        return _fields(text, place + 1)
+        return _fields(text, place + 1, quote)
     if text.startswith("[", place):
         result, place = [], place + 1
         while not text.startswith("]", place):
-            one, place = _gemma_value(text, place)
+            one, place = _gemma_value(text, place, quote)
             result.append(one)
             place = _comma(text, place, "]")
         return result, place + 1
     if not (atom := GEMMA_ATOM.match(text, place)):
         raise ValueError("no value")
-    return json.loads(atom[0], parse_constant=_refuse), atom.end()
+    return json.loads(WRITTEN.get(atom[0], atom[0]), parse_constant=_refuse), atom.end()
 
 
 def _comma(text: str, place: int, last: str) -> int:
@@ -231,7 +241,7 @@ def typed(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     if known <= {"string"}:
         return text
     try:
-        result = json.loads(text, parse_constant=_refuse)
+        result = json.loads(WRITTEN.get(text, text), parse_constant=_refuse)
     except (ValueError, RecursionError):
         return text
     return text if "string" in known and not known & KINDS[type(result)] else result

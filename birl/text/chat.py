@@ -26,13 +26,17 @@ from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
 from birl.text.pictures import FIRST, Pictures
 from birl.text.thinking import ParsedReply, tags_of
-from birl.types import Conversation, Message, Picture
+from birl.types import PLACE, Conversation, Message, Picture
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content=MARK))
 Tools = Sequence[Mapping[str, Any]]
 REWRITES = (
     "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by "
     "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
+)
+BEGINS = (
+    "The chat template's prompt for an answer ends with {!r}, and its answer in messages.{} begins in another way, so "
+    "such an answer is never sampled. Use another template (model.chat_template=hermes, or FILE.jinja)."
 )
 OTHER = "Take the model's own template, or another one (model.chat_template=FILE.jinja)."
 TAIL = 16  # tokens at the end of a prompt that are checked for an opened thinking block
@@ -59,6 +63,11 @@ class Chat:
         return templates.without_tools(self)
 
     @cached_property
+    def in_parts(self) -> bool:
+        """Whether the template reads the contents of messages as lists of parts alone (SmolVLM, LLaVA)."""
+        return templates.in_parts(self)
+
+    @cached_property
     def format(self) -> Format | None:
         """The model's format of tool calls; None if unknown."""
         if self.without_tools:
@@ -74,6 +83,15 @@ class Chat:
     def tags(self) -> tuple[str, str] | None:
         """The tags around the model's thinking; None if its template has none."""
         return tags_of(templates.template_of(self))
+
+    def ends_written(self) -> frozenset[int]:
+        """The first special token that the template writes behind an answer, if any."""
+        try:
+            behind = self.encode(self._text(PROBE, answer=False).partition(MARK)[2])
+        except BirlError:  # there is no template, or it refuses this conversation
+            return frozenset()
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset([i for i in behind if i in added and added[i].special][:1])
 
     @property
     def has_template(self) -> bool:
@@ -142,10 +160,11 @@ class Chat:
         """Ids of a finished conversation, and for each whether it belongs to a message of one of `roles`. Text after
         the last such message is left out and, with `most` [tokens], everything after so many tokens.
 
-        The assistant's tokens are those that an engine would have sampled: the text and the end token, without the
-        header before and the line break after them. For other roles the whole message counts, including its header.
-        Each piece is tokenized separately, as in a live conversation. Roles ("all",): everything counts. Raises
-        `BirlError` if the template would leave out a message, `HistoryRewritten` if it changes one later.
+        The assistant's tokens are those that an engine would have sampled: the text and the end token (of the next
+        message, or the tokenizer's, if the template has none), without the header before and the line break after
+        them. For other roles the whole message counts, including its header. Each piece is tokenized separately, as in
+        a live conversation. Roles ("all",): everything counts. Raises `BirlError` if the template would leave out a
+        message or a part of an assistant's, `HistoryRewritten` if it changes one later.
         """
         templates.check_pictures(self, seen(messages))
         templates.check(self, [templates.as_dict(m) for m in messages], ())
@@ -155,23 +174,34 @@ class Chat:
             return whole, (True,) * len(whole)
         ids: list[int] = []
         mask: list[bool] = []
-        done, pictures = "", iter(seen(messages))
+        done, pictures, unended = "", iter(seen(messages)), False
         for n, message in enumerate(messages):
             if message.role not in roles:
                 continue
             opened = self._text(messages[:n], answer=message.role == "assistant") if n else ""
             closed = self._text(messages[: n + 1], answer=False)
-            if not (opened.startswith(done) and closed.startswith(opened)):
+            if not opened.startswith(done):
                 raise HistoryRewritten(REWRITES)
+            if not closed.startswith(opened):
+                raise BirlError(BEGINS.format(opened[-20:], n))
             before, own = (self._piece(t, pictures) for t in (opened[len(done) : bound], closed[len(opened) : bound]))
+            if unended and before[:1] and before[0] not in self.end_ids:
+                before = (self.end, *before)
             cut, whole = len(own), bound is None or len(closed) <= bound
-            if message.role == "assistant" and whole:
-                cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=len(own))
-            ids += (*before, *own)
-            mask += [False] * len(before) + [True] * cut + [False] * (len(own) - cut)
+            ids += before
+            mask += [unended and i == 0 for i in range(len(before))]
+            unended = message.role == "assistant" and whole
+            if unended:
+                _check_kept(message, n, closed[len(opened) :], self.tags)
+                cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=0)
+                cut, unended = cut or len(own), not cut
+            ids += own
+            mask += [True] * cut + [False] * (len(own) - cut)
             done = closed
             if not whole or (most is not None and len(ids) > most):
                 break
+        if unended:
+            ids, mask = [*ids, self.end], [*mask, True]
         return tuple(ids), tuple(mask)
 
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
@@ -199,7 +229,7 @@ class Chat:
         if self.tags is None:
             return False
         end = self._opening if prompt is None else self.decode(prompt[-TAIL:])
-        return end.rstrip().endswith(self.tags[0])
+        return end.rstrip().endswith(self.tags[0].rstrip())
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens; each picture is one placeholder."""
@@ -296,6 +326,23 @@ class Chat:
 
 def seen(messages: Sequence[Message]) -> tuple[Picture, ...]:
     return tuple(picture for message in messages for picture in message.pictures)
+
+
+def _check_kept(message: Message, place: int, made: str, tags: tuple[str, str] | None) -> None:
+    """Raises `BirlError` if the template wrote less than the whole content of a message as `made`. Blanks, case, and
+    tags of thinking, which it may write itself, are not compared."""
+
+    def bare(text: str) -> str:
+        for tag in tags or ():
+            text = text.replace(tag, "").replace(tag.strip(), "")
+        return "".join(text.lower().split())
+
+    if not all(bare(part) in bare(made) for part in message.content.split(PLACE)):
+        raise BirlError(
+            f"The chat template leaves out a part of the assistant's content (messages.{place}), such as thinking or "
+            f"text beside a call, so the model would not learn it. Remove that part, or use another template "
+            "(model.chat_template=hermes, or FILE.jinja)."
+        )
 
 
 def _marked(own: Dict) -> Dict:

@@ -31,8 +31,9 @@ def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 
 def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
-    """Ids of nine letters and digits for calls and their results, for Mistral's templates. Missing ids are numbered,
-    and results are assigned to the calls in order; other ids are shortened by a hash."""
+    """Ids of nine letters and digits for calls and their results, for Mistral's templates, and Gemma 4's, which finds
+    the name of a result's function by its id. Missing ids are numbered, and results are assigned to the calls in order;
+    other ids are shortened by a hash."""
     result, open_ids, n = unchanged(messages), list[str](), 0
     for message in result:
         if message.get("tool_calls"):
@@ -57,8 +58,6 @@ def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
         if message.get("tool_calls") and message.get("content") and message.get("reasoning_content"):
             message["reasoning_content"] += "\n\n" + message["content"]
             message["content"] = ""
-        if message.get("reasoning_content"):
-            message["thinking"] = message["reasoning_content"]
     return result
 
 
@@ -106,6 +105,13 @@ FORMATS: dict[str, Format] = {
         marks=("<start_function_call>",),
         openings=("<start_function_call>",),
         closing="<end_function_call>",
+    ),
+    "gemma4": Format(
+        read=calls.gemma4,
+        marks=("<|tool_call>",),
+        openings=("<|tool_call>",),
+        closing=r"<tool_call\|>",
+        fit=nine_characters,
     ),
     "qwen_coder": Format(
         read=calls.qwen_coder, marks=("<tool_call>", "<function="), openings=("<tool_call>",), closing="</tool_call>"

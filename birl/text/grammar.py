@@ -101,9 +101,11 @@ def calls_of(chat: "Chat", tools: Tools, *, many: bool, text: str = "") -> str |
 
 
 def token(chat: "Chat", text: str) -> str:
-    """A text in a grammar: as a token if it is one, else as a string."""
-    added = chat.tokenizer.get_added_vocab()  # pyright: ignore
-    return f"<[{added[text]}]>" if text in added else json.dumps(text)
+    """A text in a grammar: as a token if it is or begins with one, else as a string."""
+    added: dict[str, int] = chat.tokenizer.get_added_vocab()  # pyright: ignore
+    own = max((name for name in added if text.startswith(name)), key=len, default="")
+    rest = json.dumps(text.removeprefix(own))
+    return f"<[{added[own]}]>" + (f" {rest}" if own != text else "") if own else rest
 
 
 def _object(function: Mapping[str, Any], key: str) -> str:

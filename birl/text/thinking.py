@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from birl.types import Message, ToolCall
 
-#: thinking tags: DeepSeek R1, Qwen 3 and most others; Magistral
-TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+#: thinking tags: DeepSeek R1, Qwen 3 and most others; Magistral; Gemma 4
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,10 +66,10 @@ def as_dict(message: Message) -> Dict:
     return result | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
 
 
-def with_parts(message: Mapping[str, Any]) -> Dict:
-    """Convert a message with pictures to a list of parts, for templates."""
+def with_parts(message: Mapping[str, Any], always: bool = False) -> Dict:
+    """Convert the content of a message with pictures, or `always`, to a list of parts, for templates."""
     result = dict(message)
-    if result.pop("pictures", 0):
+    if result.pop("pictures", 0) or (always and isinstance(result.get("content"), str)):
         first, *others = result["content"].split(PLACE)
         parts = [{"type": "text", "text": first}]
         for text in others:
@@ -161,13 +161,27 @@ def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, ans
 
 
 def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool) -> str:
+    return _made(chat, [with_parts(m, chat.in_parts) | _thoughts(m) for m in messages], tools, answer)
+
+
+def in_parts(chat: "Chat") -> bool:
+    """Whether the template leaves out a text that is not in a list of parts."""
+    asked = {"role": "user", "content": MARK}
+    try:
+        told = [MARK in _made(chat, [m], (), True).lower() for m in (asked, with_parts(asked, always=True))]
+    except Exception:  # Jinja raises whatever the template wants
+        return False
+    return told == [False, True]
+
+
+def _made(chat: "Chat", messages: list[Dict], tools: Tools, answer: bool) -> str:
     from birl.text.jinja import LARGEST, TooLarge, bounded  # jinja2 is installed with the tokenizer
 
     bounded()
     try:
         with deadline(SECONDS):
             made = chat.tokenizer.apply_chat_template(
-                [with_parts(m) for m in messages],
+                messages,
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=answer,
                 tokenize=False,
@@ -184,6 +198,11 @@ def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, an
         ) from error
     str(made).encode()  # raises for half a surrogate pair, which is no text
     return str(made)
+
+
+def _thoughts(message: Mapping[str, Any]) -> Dict:
+    """The other name of a message's thinking in templates: GPT-OSS, LFM 2.5."""
+    return {"thinking": message["reasoning_content"]} if message.get("reasoning_content") else {}
 
 
 def written(messages: Sequence[Mapping[str, Any]], tools: Tools, system: bool) -> list[Dict]:

@@ -33,7 +33,12 @@ ROLES = {
 TOOL_ANSWER = ("<tool_response>", "<function_results>")
 READERS = (
     *(("<｜tool▁calls▁begin｜>", calls.deepseek), ("[TOOL_CALLS]", calls.mistral), ("<|python_tag|>", calls.llama)),
-    *(("<start_function_call>", calls.function_gemma), ("<function=", calls.qwen_coder), ("<tool_call>", calls.hermes)),
+    *(
+        ("<|tool_call>", calls.gemma4),
+        ("<start_function_call>", calls.function_gemma),
+        ("<function=", calls.qwen_coder),
+        ("<tool_call>", calls.hermes),
+    ),
 )
 PER_TOKEN = ("logprobs", "versions")  # values of every token
 PER_TRAINED = ("advantages", "gaps", "entropies")  # values of generated tokens

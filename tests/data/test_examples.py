@@ -109,7 +109,7 @@ def test_a_message_that_is_not_to_be_learned_is_not_learned_in_silence(left_out:
         texts([{"messages": [TALK[1], TALK[2] | left_out]}])
 
 
-@pytest.mark.parametrize("field", ["function_call", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("field", ["function_call", "reasoning_content", "reasoning", "thinking"])
 def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: str) -> None:
     talk = [TALK[1], {**TALK[2], field: "Hm."}]
     with pytest.raises(BirlError, match=rf"row 1: messages\[1\]\.{field} is not supported"):

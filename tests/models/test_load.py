@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import pytest
@@ -345,6 +345,18 @@ def test_every_configured_end_token_ends_an_answer(
 def test_end_tokens_without_a_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert end_ids(load_model(folder), load_tokenizer(folder)) == {2}
+
+
+def test_the_end_token_of_the_chat_template_ends_an_answer(tiny: Path) -> None:
+    """The files of a base model name the end of a text alone: its answers went on as the next questions."""
+    model, tokenizer = load_model(tiny), load_tokenizer(tiny)
+    tokenizer.eos_token, cast(Any, model).generation_config = "<|endoftext|>", GenerationConfig()
+    assert end_ids(model, tokenizer) == {0, 2}
+    tokenizer.add_tokens(["<|END_RESPONSE|>"], special_tokens=True)  # Cohere writes two
+    tokenizer.chat_template = CHATML.replace("['content'] + '<|im_end|>'", "['content'] + '<|END_RESPONSE|><|im_end|>'")
+    assert end_ids(model, tokenizer) == {0, tokenizer.convert_tokens_to_ids("<|END_RESPONSE|>")}
+    tokenizer.chat_template = CHATML.replace("['content'] + '<|im_end|>'", "['content']")
+    assert end_ids(model, tokenizer) == {0}
 
 
 def test_the_end_token_counts_even_where_it_pads(tiny: Path) -> None:

@@ -24,7 +24,10 @@ TOOLS = (
             "description": "Adds.",
             "parameters": {
                 "type": "object",
-                "properties": {"a": {"type": "integer"}, "unit": {"type": "string"}, "more": {"type": "object"}},
+                "properties": {
+                    **{"a": {"type": "integer"}, "unit": {"type": "string"}, "more": {"type": "object"}},
+                    **{"exact": {"type": "boolean"}, "last": {"type": ["null", "integer"]}},
+                },
             },
         },
     },
@@ -70,6 +73,18 @@ FUNCTION_GEMMA = (
     "<end_function_response>",
     "<escape>",
 )
+QUOTE = '<|"|>'
+GEMMA4 = ("<bos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>")
+GEMMA4 += ("<tool_response|>", QUOTE, "<|channel>", "<channel|>")
+LLAMA4 = (
+    "<|begin_of_text|>",
+    "<|header_start|>",
+    "<|header_end|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<|python_start|>",
+    "<|python_end|>",
+)
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 ANYONE = ("user", "system")
 
@@ -81,6 +96,8 @@ FAMILIES = {
     "qwen3_coder": Family(
         specials=CHATML, ends=IM, form="qwen_coder", calls=3, thinks=THINK, opens="<think>\n", roles=ANYONE
     ),
+    "qwen3_5": Family(specials=CHATML, ends=IM, form="qwen_coder", calls=3, thinks=THINK, opens="<think>\n"),
+    "llama4": Family(specials=LLAMA4, ends=("<|eot|>", "<|eot|>"), form="llama", calls=3, beside=False, roles=ANYONE),
     "llama3": Family(
         specials=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
         ends=("<|eot_id|>", "<|eot_id|>"),
@@ -93,11 +110,20 @@ FAMILIES = {
     "function_gemma": Family(
         specials=FUNCTION_GEMMA, ends=("<end_of_turn>", "<start_function_response>"), form="function_gemma", calls=3
     ),
+    "gemma4": Family(
+        specials=GEMMA4,
+        ends=("<turn|>", "<|tool_response>"),
+        form="gemma4",
+        calls=3,
+        beside=False,
+        thinks=("<|channel>thought\n", "\n<channel|>"),
+    ),
     "mistral": Family(specials=MISTRAL, ends=("</s>", "</s>"), form="mistral", calls=3, beside=False),
     "mistral_args": Family(
         specials=MISTRAL, ends=("</s>", "</s>"), form="mistral", calls=3, thinks=("[THINK]", "[/THINK]")
     ),
     "deepseek_v3": Family(specials=DEEPSEEK, ends=(DEEPSEEK[1], DEEPSEEK[1]), form="deepseek", calls=3),
+    "deepseek_v3_1": Family(specials=DEEPSEEK, ends=(DEEPSEEK[1], DEEPSEEK[1]), form="deepseek", calls=3),
     "deepseek_r1": Family(specials=DEEPSEEK, ends=(DEEPSEEK[1], DEEPSEEK[1]), thinks=THINK, opens="<think>\n"),
     "gpt_oss": Family(
         specials=HARMONY,
@@ -146,7 +172,7 @@ def reply(name: str, message: Message) -> str:
 
 def written(name: str, calls: tuple[ToolCall, ...]) -> str:
     match name:
-        case "qwen3_coder":
+        case "qwen3_coder" | "qwen3_5":
             return "\n".join(
                 f"<tool_call>\n<function={c.name}>\n"
                 + "".join(f"<parameter={k}>\n{plain(v)}\n</parameter>\n" for k, v in json.loads(c.arguments).items())
@@ -155,6 +181,9 @@ def written(name: str, calls: tuple[ToolCall, ...]) -> str:
             )
         case "llama3":
             return "; ".join(f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in calls)
+        case "llama4":
+            inside = "".join(f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in calls)
+            return f"<|python_start|><|python_end|>{inside}" if calls else ""
         case "mistral":
             inside = ", ".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in calls)
             return f"[TOOL_CALLS] [{inside}]" if calls else ""
@@ -166,6 +195,14 @@ def written(name: str, calls: tuple[ToolCall, ...]) -> str:
                 for c in calls
             )
             return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>" if calls else ""
+        case "deepseek_v3_1":
+            inside = "".join(
+                f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{c.arguments}<｜tool▁call▁end｜>" for c in calls
+            )
+            return f"<｜tool▁calls▁begin｜>{inside}<｜tool▁calls▁end｜>" if calls else ""
+        case "gemma4":
+            inside = (f"call:{c.name}{gemma(json.loads(c.arguments), QUOTE)}" for c in calls)
+            return "".join(f"<|tool_call>{one}<tool_call|>" for one in inside)
         case "function_gemma":
             return "".join(
                 f"<start_function_call>call:{c.name}{gemma(json.loads(c.arguments))}<end_function_call>" for c in calls
@@ -180,11 +217,11 @@ def plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def gemma(value: object) -> str:
+def gemma(value: object, quote: str = "<escape>") -> str:
     if isinstance(value, str):
-        return f"<escape>{value}<escape>"
+        return f"{quote}{value}{quote}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{gemma(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}:{gemma(v, quote)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(gemma, value)) + "]"
+        return "[" + ",".join(gemma(v, quote) for v in value) + "]"
     return json.dumps(value)

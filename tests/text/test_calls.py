@@ -73,6 +73,26 @@ ROME = ("get_weather", {"location": "Rome"})
             "",
             [PARIS, ROME],
         ),
+        (
+            "qwen_coder",  # as the template of Qwen 3.5 writes what its schema calls a boolean
+            "<tool_call>\n<function=get_weather>\n<parameter=location>\nTrue\n</parameter>\n<parameter=exact>\nFalse\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "",
+            [("get_weather", {"location": "True", "exact": False})],
+        ),
+        (
+            "llama",  # 4
+            '<|python_start|>I look.<|python_end|>{"name": "get_weather", "parameters": {"location": "Paris"}}'
+            '{"name": "get_weather", "parameters": {"location": "Rome"}}',
+            "I look.",
+            [PARIS, ROME],
+        ),
+        (
+            "llama",
+            '<|python_start|>{"name": "get_weather", "parameters": {"location": "Paris"}}<|python_end|>',
+            "",
+            [PARIS],
+        ),
         ("llama", 'So: <|python_tag|>{"name": "other", "parameters": {}}', "So:", [("other", {})]),
         (
             "mistral",
@@ -136,6 +156,16 @@ ROME = ("get_weather", {"location": "Rome"})
             "",
             [("get_weather", {"days": 3, "exact": False, "location": "a,{b}", "more": {"x": [1, "y"], "z": {}}})],
         ),
+        (
+            "gemma4",
+            'I look.<|tool_call>call:get_weather{days:3,exact:None,location:<|"|>a,{b}<|"|>,more:{x:[1,<|"|>y<|"|>]}}'
+            "<tool_call|><|tool_call>call:get_weather{}<tool_call|>",
+            "I look.",
+            [
+                ("get_weather", {"days": 3, "exact": None, "location": "a,{b}", "more": {"x": [1, "y"]}}),
+                ("get_weather", {}),
+            ],
+        ),
     ],
 )
 def test_documented_calls_are_read(form: str, text: str, content: str, calls: list) -> None:
@@ -167,6 +197,13 @@ MALFORMED = {
         '{"name": "get_weather"}',
         '{"name": "get_weather", "parameters": {}, "more": 1}',
         "<|python_tag|>print(1)",
+        "<|python_start|>print(1)<|python_end|>",
+        "<|python_start|>print(1)",
+    ],
+    "gemma4": [
+        '<|tool_call>call:a{b:<|"|>c<|"|>}',
+        "<|tool_call>call:a{b:<escape>c<escape>}<tool_call|>",
+        '<|tool_call>call:a{b:<|"|>c}<tool_call|>',
     ],
     "mistral": [
         "[TOOL_CALLS] []",

@@ -130,6 +130,35 @@ def test_templates_that_put_a_space_before_the_end_token_end_a_reply_once(first:
     assert LLAMA2_CHAT.extend(prompt, tokens, (user(second),)) == (*prompt, *tokens, *expected)
 
 
+def test_a_template_that_reads_parts_alone_gets_every_text() -> None:
+    """SmolVLM's: an answer was left out of the history, and a question refused."""
+    own = with_template(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' }}{% for part in m.content %}"
+        "{{ part.text if part.type == 'text' else '<image>' if part.type == 'image' }}{% endfor %}{{ '<|im_end|>' }}"
+        "{% endfor %}{{ '<|im_start|>assistant:' if add_generation_prompt }}"
+    )
+    talk = (user("Hi"), user("A", "assistant"), user("Why?"))
+    whole = "<|im_start|>user:Hi<|im_end|><|im_start|>assistant:A<|im_end|><|im_start|>user:Why?<|im_end|>"
+    assert own.decode(own.render(talk)) == f"{whole}<|im_start|>assistant:"
+    assert own.extend(own.render(talk[:1]), (*own.encode("A"), END), talk[2:], (), talk[:1]) == own.render(talk)
+
+
+@pytest.mark.parametrize("header", ["<|im_start|>", "<|user|>"])
+def test_an_answer_is_trained_to_end_where_the_template_has_no_end_token(header: str) -> None:
+    """GLM's next message begins with what ends an answer; others have no token for it at all."""
+    own = with_template(
+        "{% for m in messages %}{{ 'USER' if m.role == 'user' else '<|im_start|>' }}{{ m.content }}{% endfor %}"
+        "{{ '<|im_start|>' if add_generation_prompt }}".replace("USER", header)
+    )
+    own.tokenizer.add_tokens(["<|user|>"], special_tokens=True)
+    own.end_ids = frozenset({END, int(own.tokenizer.convert_tokens_to_ids("<|user|>"))})  # pyright: ignore
+    ids, mask = own.conversation((user("Hi"), user("A", "assistant"), user("Why?"), user("B", "assistant")))
+    end = header if header == "<|user|>" else f"<|im_end|>{header}"
+    assert own.decode(ids) == f"{header}Hi<|im_start|>A{end}Why?<|im_start|>B<|im_end|>"
+    trained = own.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
+    assert trained == f"A{end.removesuffix('<|im_start|>')}B<|im_end|>"
+
+
 def test_templates_without_end_tokens_keep_the_one_that_was_sampled() -> None:
     chat = with_template(BARE)
     prompt, reply = chat.render((user("Hi"),)), (*CHAT.encode("7"), END)

@@ -54,7 +54,9 @@ data = st.recursive(
     max_leaves=4,
 )
 arguments = st.fixed_dictionaries(
-    {}, optional={"a": st.integers(), "unit": pieces, "more": st.dictionaries(keys, data, max_size=2)}
+    {},
+    optional={"a": st.integers(), "unit": pieces, "more": st.dictionaries(keys, data, max_size=2)}
+    | {"exact": st.booleans(), "last": st.one_of(st.none(), st.integers())},
 )
 calls = arguments.map(lambda a: ToolCall(name="add", arguments=json.dumps(a, ensure_ascii=False)))
 replies = st.builds(
@@ -284,6 +286,45 @@ def test_a_template_without_tools_gets_the_format_of_hermes(name: str, capsys: p
         assert own.extend(prompt, one, results, TOOLS, (first,))[: len(prompt) + len(one)] == (*prompt, *one)
         own.render((user("Be brief", "system"), first), TOOLS)
     assert capsys.readouterr().out.count("leaves out tools, so they are written into the") == 1
+
+
+CALLED = (ToolCall(name="add", arguments="{}"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("deepseek_v3_1", Message(role="assistant", content="<think>3 + 4</think>7")),
+        ("gemma4", Message(role="assistant", content="<|channel>thought\n3 + 4<channel|>7")),
+        ("llama3", Message(role="assistant", content="I add.", tool_calls=CALLED)),
+        ("mistral", Message(role="assistant", content="I add.", tool_calls=CALLED)),
+    ],
+)
+def test_what_a_template_leaves_out_of_an_answer_is_not_trained_in_silence(name: str, said: Message) -> None:
+    with pytest.raises(BirlError, match=r"leaves out a part of the assistant's content \(messages\.1\)"):
+        chat(name).conversation((user("Hi"), said))
+    whole = Message(role="assistant", content="<think>3 + 4</think>\n7")
+    ids, mask = chat("qwen3").conversation((user("Hi"), whole))
+    trained = [token for token, own in zip(ids, mask, strict=True) if own]
+    assert chat("qwen3").decode(trained) == "<think>\n3 + 4\n</think>\n\n7<|im_end|>"
+
+
+def test_gemma_4_names_the_function_of_each_result() -> None:
+    """Its template looks them up by id, and without ids every result was of the last call."""
+    own, calls = chat("gemma4"), tuple(ToolCall(name=name, arguments="{}") for name in ("add", "halve"))
+    said = Message(role="assistant", content="", tool_calls=calls)
+    text = own.decode(own.render((user("Hi"), said, user("7", "tool"), user("8", "tool")), TOOLS))
+    assert 'response:add{value:<|"|>7<|"|>}' in text and 'response:halve{value:<|"|>8<|"|>}' in text
+
+
+def test_thinking_has_its_name_in_each_template() -> None:
+    """GPT-OSS and LFM 2.5 read `thinking`: theirs was lost where no tool was called."""
+    own = chat("gpt_oss")
+    ids, mask = own.conversation((user("Hi"), Message(role="assistant", content="7", thinking="3 + 4")))
+    trained = own.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
+    assert (
+        trained == "<|channel|>analysis<|message|>3 + 4<|end|><|start|>assistant<|channel|>final<|message|>7<|return|>"
+    )
 
 
 def test_a_left_out_tool_message_is_refused_when_the_conversation_goes_on() -> None:

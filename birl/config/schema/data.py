@@ -21,10 +21,10 @@ class Model(Section):
     """Chat template: path of a Jinja file, or hermes. hermes is ChatML with tools and thinking. Empty: the tokenizer's
     own."""
     tool_format: Literal[
-        "auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony", "function_gemma"
+        "auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony", "function_gemma", "gemma4"
     ] = "auto"
     """Format of the model's tool calls: auto (detected from the chat template) | hermes | qwen_coder | llama | mistral
-    | deepseek | harmony | function_gemma."""
+    | deepseek | harmony | function_gemma | gemma4."""
     max_length: Whole = 0
     """Maximum sequence length, prompt plus answer [tokens]. 0: the model's context length; in training on multi-turn
     episodes, at most what learner.tokens_per_microbatch holds."""

@@ -80,7 +80,7 @@ class VLLM(Adapter):
         sampling: dict[str, Any] = {
             **{"max_tokens": count, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k},
             **{"min_p": params.min_p, "seed": params.seed, "stop": list(params.stop), "ignore_eos": params.ignore_eos},
-            **{"stop_token_ids": list(params.stop_ids), "include_stop_str_in_output": True},
+            **{"stop_token_ids": self.ends(params), "include_stop_str_in_output": True},
             "logprobs": listed(params.top_k) if params.told else 0,
             **{"skip_special_tokens": False, "detokenize": bool(params.stop)},
         }
