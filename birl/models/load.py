@@ -31,7 +31,6 @@ from birl.models import attention
 from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
-from birl.text.chat import Chat
 
 # by model type: the table in which transformers looks up its attention by name
 TABLES = {
@@ -330,6 +329,8 @@ def context_limit(model: nn.Module) -> int:
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All tokens that end an answer: the tokenizer's, those in generation_config.json (one or a list), and the one that
     the chat template writes behind an answer: a base model's files name only the end of a text."""
+    from birl.text.chat import Chat
+
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return Chat(tokenizer).ends_written() | {i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int)}
