@@ -36,18 +36,21 @@ def large(expression: Any) -> bool:
     )
 
 
-def same_at_points(one: Any, other: Any) -> bool:
-    """Whether two expressions of the same variables agree to 40 digits at points near 1: further away the highest power
-    would hide all others."""
+def same_at_points(one: Any, other: Any, scaled: bool = False) -> bool:
+    """Whether two expressions of the same variables agree to 40 digits at points near 1, or `scaled`: have the same
+    ratio there, not 0: further away the highest power would hide all others."""
     one, other = _side(one), _side(other)
     if one == other or not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return bool(one == other)
     names = sorted(one.free_symbols | other.free_symbols, key=str)
-    for point in (37, -41, 430):
-        at: Any = {name: 1 + sympy.Rational(13 * i * point, 100_000) for i, name in enumerate(names, 1)}
-        if not near(one.evalf(50, subs=at), other.evalf(50, subs=at), 1e-40):
-            return False
-    return True
+    values: list[tuple[Any, Any]] = []
+    for step, point in enumerate((37, -41, 430), 1):  # on three lines through (1, 1, ...)
+        at: Any = {name: 1 + sympy.Rational(13 * (1 + i * step) * point, 100_000) for i, name in enumerate(names)}
+        values.append((one.evalf(50, subs=at), other.evalf(50, subs=at)))
+    if scaled and not any(value == 0 for pair in values for value in pair):
+        ratio = values[0][0] / values[0][1]
+        values = [(a, b * ratio) for a, b in values]
+    return all(near(a, b, 1e-40) for a, b in values)
 
 
 def near(one: Any, other: Any, share: float) -> bool:

@@ -43,16 +43,18 @@ DENIED = re.compile(rf"\D*(?:\bnot\s+|\\neq?(?![a-z])\s*|\u2260\s*)[-+$]*{NUMERA
 BASED = re.compile(rf"{NUMERAL.pattern}_(?:(\d)|\{{(\d+)\}})")
 AND = re.compile(r"\s+(?:and|or)\s+")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+BOUND = {(True, False), (False, True)}  # sides of x < 2: whether they are a symbol, a number
 # four letters and more, or fewer with a vowel that is no usual name of a variable: yes, no, odd; but not xyz
 WORD = re.compile(r"(?:[^\W\d_]{4,}|(?=[^\W\d_]*[eiou])[^\W\d_]{2,3})(?:[ '-]+[^\W\d_]+)*")
-FUNCTIONS = re.compile(r"\\[a-zA-Z]+|\b(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)\b")
+FUNCTIONS = re.compile(r"\\(?:begin|end|mathbb)\{\w+\}|\\[a-zA-Z]+|\b(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)\b")
 SPELLED = re.compile(r"(?<![\\a-z])(?:(pi)|inf(?:ini)?ty)\b", re.IGNORECASE)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+FACTORIAL = re.compile(r"[\d)]!\W*$")  # 5! is not 5
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 # at the end of a sentence: in "it is 2\frac{1}{3}" math-verify would find 1/3
 FRACTION = re.compile(r"((?:[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
 DELIMITER = re.compile(r"\\[()\[\]]")
-SPACE = re.compile(r"~|\\(?:q?quad\b|[ ,;:])")
+SPACE = re.compile(r"~|\\(?:(?:q?quad|displaystyle)\b|[ ,;:])")
 ANNOUNCED = re.compile(r"^.*\b(?:answer|option|choice)(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
 CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:[).:]\s+\S.*|[).])?", re.DOTALL)
 CHOICES = re.compile(r"(?<![a-zA-Z])[A-Z][).:]")
@@ -92,29 +94,32 @@ def _right(completion: str, gold: str) -> bool:
     text = text if _delimited(text) else FRACTION.sub(r"\1$\2$", text)
     if _depth(text) > DEEPEST or (HUGE.search(text) and FUNCTION.search(text)):
         return False
-    stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?").lstrip("= "))
+    marks = " \t\r\n*.?" + "!" * (FACTORIAL.search(wanted) is None)
+    stated = _signs(ANNOUNCED.sub("", text).strip(marks).lstrip("= "))
     if stated.casefold().startswith("not "):
         text = stated  # math-verify takes the first number after an announcement
-    if _number(want[0]) is None:
+    if _asked(want[0]) is None:
         stated = AND.sub(", ", stated)
     elif _listed(stated) or HEDGED.search(text) or DENIED.fullmatch(stated):
         return False
     if len({a or b for a, b in BASED.findall(wanted)} | {a or b for a, b in BASED.findall(text)[-1:]}) > 1:
         return False  # in another base, which math-verify ignores
-    answers = _parse(text)
-    if answers and _number(want[0]) is not None and qualified(text, str(answers[-1]), bool(ANNOUNCED.match(text))):
+    # an expression alone may lack its dollar signs
+    bare = not _delimited(stated) and not any(map(WORD.fullmatch, re.findall(r"[^\W\d_]+", FUNCTIONS.sub("", stated))))
+    # math-verify takes the last number of (3, \frac{1}{2})
+    whole = _latex(stated) if bare and "\\" in stated and _asked(want[0]) is not None else []
+    answers = whole if whole and isinstance(whole[0], sympy.Basic) else _parse(text)
+    if answers and _asked(want[0]) is not None and qualified(text, str(answers[-1]), bool(ANNOUNCED.match(text))):
         return False
     if _equal(want, answers):
         return True
-    # an expression alone may lack its dollar signs
-    bare = not _delimited(stated) and not any(map(WORD.fullmatch, re.findall(r"[^\W\d_]+", FUNCTIONS.sub("", stated))))
     return (bare or bool(ANSWER_TAG.search(completion))) and not _delimited(stated) and _equal(want, _latex(stated))
 
 
 def _as_text(text: str, wanted: str) -> bool:
     """Whether the answer equals the gold answer as words, as a time, or as a letter of a choice."""
     words, right = _words(text), _words(wanted)
-    if words == right and right:
+    if words == right and right and not FACTORIAL.search(wanted):
         return True
     if TIME.fullmatch(right):
         return [_squeezed(t) for t in TIME.findall(WRAPPED.sub(r"\1", text).casefold())][-1:] == [_squeezed(right)]
@@ -150,7 +155,15 @@ def _equal(want: list[Any], answers: list[Any]) -> bool:
     if large(answers[0]) or large(want[0]):
         return same_at_points(want[0], answers[0])
     right = verify(want, answers, allow_set_relation_comp=_is_range(want[0]), timeout_seconds=None)
-    return right and _close(want[0], answers[0])
+    return (right and _close(want[0], answers[0])) or _same_equation(want[0], answers[0])
+
+
+def _same_equation(wanted: Any, stated: Any) -> bool:
+    """Whether the differences of both sides are multiples of each other: math-verify solves equations one way only."""
+    if not (isinstance(wanted, sympy.Eq) and isinstance(stated, sympy.Eq)):
+        return False
+    one, other = (e.lhs - e.rhs for e in (wanted, stated))  # pyright: ignore
+    return one.free_symbols == other.free_symbols and same_at_points(one, other, scaled=True)
 
 
 def _is_range(wanted: Any) -> bool:
@@ -215,17 +228,35 @@ def _final(text: str) -> str:
 
 def _parse(text: str, *how: Any) -> list[Any]:
     """[expression, its text] as math-verify parses them, [text] if it cannot parse it, [] if it finds nothing."""
-    return parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
+    result: list[Any] = parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
+    if not result or not isinstance(result[0], sympy.Basic):
+        return result
+    # the i of "4 i" is not real, that of "4i" is
+    names = {s: sympy.Symbol(str(s), real=True) for s in result[0].free_symbols if s.is_real is False}
+    return [_joined(result[0].xreplace(names) if names else result[0]), *result[1:]]
+
+
+def _joined(expression: Any) -> Any:
+    """x < 1 or x > 2, which math-verify reads as a set of relations, as a union of intervals."""
+    parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
+    simple = (p for p in parts if isinstance(p, sympy.Rel) and {(a.is_Symbol, a.is_number) for a in p.args} == BOUND)
+    bounds = [p.as_set() for p in simple]  # pyright: ignore
+    return sympy.Union(*bounds) if bounds and len(bounds) == len(parts) else expression
 
 
 def _computed(want: list[Any], answers: list[Any]) -> bool:
     """Whether an answer to a numeric question is a number, not an unevaluated sum."""
-    asked, stated = _number(want[0]), _number(answers[0])
+    asked, stated = _asked(want[0]), _number(answers[0])
     if asked is None or stated is None:
         return asked is None
     # the text counts as well: sympy has already divided in \frac{14}{2}
     numerals = len(NUMERAL.findall(BASE.sub("", str(answers[-1]).rpartition("=")[2])))
     return numerals <= 1 or asked != int(asked)
+
+
+def _asked(wanted: Any) -> Any:
+    """The number that is asked for; None also for an equation of several variables, such as x + y = 2."""
+    return _number(wanted) if not isinstance(wanted, sympy.Eq) or len(wanted.free_symbols) < 2 else None
 
 
 def _number(expression: Any) -> Any:

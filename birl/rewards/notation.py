@@ -26,12 +26,22 @@ TIMES = r"\s*(?:\\times|\\cdot|[\u00d7\u00b7x*])\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([
 SCIENTIFIC = re.compile(rf"(?<![\w.,])(?:(\d+(?:\.\d*)?)[eE]([-+]?\d{{1,2}})|(\d(?:\.\d+)?){TIMES})(?![\d.]*\d|\w)")
 MIXED = re.compile(rf"(?<![\w./^,])({DIGITS}) ({DIGITS})/({DIGITS})(?![\w/^]|\.\d)")
 NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+INNER = r"(?:[^{}]|\{[^{}]*\})*"
+PERCENTAGE = re.compile(  # 33\frac{1}{3}\%, 33 1/3%
+    rf"(?<![\w.,/])({DIGITS})?\s*(?:\\[dt]?frac\s*(?:\{{({DIGITS})\}}\s*\{{({DIGITS})\}}|(\d)(\d))"
+    rf"|(?<!\d)({DIGITS})/({DIGITS}))\s*\\?%"
+)
 REPEATING = re.compile(r"(?<![\d.,])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot)\s*\{(\d{1,9})\}")
 MANY = {"dozen": "12", "hundred": "1e2", "thousand": "1e3", "million": "1e6", "billion": "1e9", "trillion": "1e12"}
 COUNTED = re.compile(
     rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)(?:\s|\\[ ,;:])*(?:\\text\{{\s*({'|'.join(MANY)})\s*\}}|\b({'|'.join(MANY)})\b)"
 )
 RULES = [
+    (re.compile(r"(\$\$|\\\[)\s*([^$]{0,999}?)\s*(\$\$|\\\])"), r"\1\2\3"),  # a formula on lines of its own
+    (re.compile(r"\\(?:display|text)style(?![a-z])\s*"), ""),
+    (re.compile(r"\\(?:mathbb|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![a-z]))"), r"\\mathbb{\1\2}"),
+    (re.compile(rf"(\\[dt]?frac)\{{\s*\\pm\s*({INNER})\}}"), r"\\pm\1{\2}"),
+    (re.compile(rf"(\\[dt]?frac)\{{({INNER})\\pm\s*({INNER})\}}\s*(\{{{INNER}\}})"), r"\1{\2}\4\\pm\1{\3}\4"),
     (re.compile(r"\\fbox\b"), r"\\boxed"),
     (re.compile(r"\\varnothing\b"), r"\\emptyset"),
     (re.compile(r"\\text(?:up|rm|normal)(?=\{)"), r"\\text"),
@@ -77,6 +87,7 @@ def plain(text: str) -> str:
     text = WIDE.sub(lambda m: str(unicodedata.decimal(m[0], SYMBOLS.get(m[0], m[0]))), text)
     for pattern, instead in RULES:
         text = pattern.sub(instead, text)
+    text = PERCENTAGE.sub(_percentage, text)
     text = COUNTED.sub(_counted, REPEATING.sub(_repeating, text))
     return MIXED.sub(_fraction, SCIENTIFIC.sub(_digits, text))
 
@@ -89,6 +100,11 @@ def _digits(match: re.Match[str]) -> str:
 def _fraction(match: re.Match[str]) -> str:
     whole, above, below = (int(part) for part in match.groups())
     return f"{whole * below + above}/{below}" if above < below else match[0]
+
+
+def _percentage(match: re.Match[str]) -> str:
+    whole, above, below = (int(part or 0) for part in (match[1], *filter(None, match.groups()[1:])))
+    return rf"\frac{{{whole * below + above}}}{{{100 * below}}}" if below else match[0]
 
 
 def _counted(match: re.Match[str]) -> str:

@@ -88,6 +88,9 @@ def test_repeating_the_question_is_no_answer(answer: str) -> None:
         ("(B)", "The answer is (B).", 1),
         ("B", "<answer>C</answer>", 0),
         ("ab", "<answer>ba</answer>", 1),
+        (r"5\text{ cm}", "Thus\n\n$$\n5\\text{ cm}\n$$", 1),
+        ("7", "With\n$$\n3+4\n$$\nit is\n\\[\n7 \\text{ cm}^2\n\\]\n", 1),
+        ("7", "With\n$$\n7\n$$\nit is\n\\[\n8 \\text{ cm}^2\n\\]\n", 0),
     ],
 )
 def test_gold_forms(gold: object, answer: str, right: int) -> None:
@@ -165,6 +168,22 @@ June 20 § June 20. §! 20 §! June 21
 \frac{x^{999}-1}{x-1} § \boxed{\frac{1-x^{999}}{1-x}} §! \boxed{\frac{1-x^{998}}{1-x}}
 y=x^{500}+1 § 1 + x^{500} § $y=1+x^{500}$ §! $y=2+x^{500}$
 \sqrt{2^{1000}} § $2^{500}$ §! $2^{501}$
+\frac{3\pm\sqrt{5}}{2} § \frac{3+\sqrt5}{2},\frac{3-\sqrt5}{2} § x = \frac{6\pm2\sqrt{5}}{4} §! \frac{3\pm\sqrt{7}}{2}
+\pm\frac{1}{2} § \frac{\pm 1}{2} § \frac{1}{2}, -\frac{1}{2} §! \frac12
+(-\infty,-1)\cup(2,\infty) § \boxed{x<-1 \text{ or } x>2} § x > 2 or x < -1 §! $x<-1$ or $x\ge 2$ §! $x<-1$ §! x > 2
+x<-1 \text{ or } x>2 § $(-\infty,-1)\cup(2,\infty)$ § $x>2 \text{ or } x<-1$ §! $x>2$
+\mathbb{R} § $\mathbb R$ § \Bbb{R} § \boxed{\mathbb R} §! \mathbb{Z} §! \mathbb Z
+33\frac{1}{3}\% § 1/3 § \frac{1}{3} § \boxed{33\frac13\%} § 33 1/3% §! 33\% §! 33 §! 34%
+1/3 § $33\frac{1}{3}\%$ § \boxed{33\frac{1}{3}\%} § \frac{100}{3}\% §! \boxed{\frac{1}{3}\%}
+5! § 120 § 5! § \boxed{5!} §! 5 §! \boxed{5}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} § \begin{bmatrix} 1 & 2 \\ 3 & \frac82 \end{bmatrix} §! \begin{pmatrix}1&3\\2&4\end{pmatrix}
+3+4i § $3 + 4 i$ § 3 + 4 i §! $3 - 4 i$
+\frac12 § $\boxed{\displaystyle\frac{1}{2}}$ § \dfrac12 §! (-3,\frac{1}{2}) §! <answer>A=\frac{1}{2}bh</answer>
+even § $\boxed{\displaystyle \text{even}}$
+x^2+y^2=9 § $9 = x^2+y^2$ § $x^2+y^2-9=0$ §! $x^2+y^2=3$ §! 9 §! $x^2-y^2=9$
+3x-4y+5=0 § $4y = 3x+5$ § $6x-8y+10=0$ §! $3x-4y=5$ §! 0 §! \boxed{0}
+y=2x+3 § $2x-y+3=0$ §! $y=2x-3$
+y=x^{500}+2x §! $y=x^{500}+2x+1$
 """  # noqa: RUF001
 
 
