@@ -176,7 +176,7 @@ x<-1 \text{ or } x>2 § $(-\infty,-1)\cup(2,\infty)$ § $x>2 \text{ or } x<-1$ �
 33\frac{1}{3}\% § 1/3 § \frac{1}{3} § \boxed{33\frac13\%} § 33 1/3% §! 33\% §! 33 §! 34%
 1/3 § $33\frac{1}{3}\%$ § \boxed{33\frac{1}{3}\%} § \frac{100}{3}\% §! \boxed{\frac{1}{3}\%}
 5! § 120 § 5! § \boxed{5!} §! 5 §! \boxed{5}
-\begin{pmatrix}1&2\\3&4\end{pmatrix} § \begin{bmatrix} 1 & 2 \\ 3 & \frac82 \end{bmatrix} §! \begin{bmatrix}1&3\\2&4\end{bmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} § \begin{bmatrix} 1 \\ \frac42 \end{bmatrix} §! \begin{bmatrix}2\\1\end{bmatrix}
 3+4i § $3 + 4 i$ § 3 + 4 i §! $3 - 4 i$
 \frac12 § $\boxed{\displaystyle\frac{1}{2}}$ § \dfrac12 §! (-3,\frac{1}{2}) §! <answer>A=\frac{1}{2}bh</answer>
 even § $\boxed{\displaystyle \text{even}}$
