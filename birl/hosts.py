@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+from contextlib import suppress
 
 from birl.errors import BirlError
 
@@ -19,6 +20,29 @@ def is_own_name(host: str) -> bool:
     name = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
     name = name.removesuffix(".")
     return is_loopback(name) or name.endswith(".localhost")
+
+
+def own_address(host: str) -> str:
+    """The local address at which `host` reaches this process. Raises `OSError` if there is no route."""
+    if is_loopback(host):
+        return "::1" if ":" in host else "127.0.0.1"
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asks:
+        asks.connect(place)  # sends nothing
+        return asks.getsockname()[0]
+
+
+def interface(host: str) -> str:
+    """Network interface by which `host` reaches this process over IPv4; empty for the loopback, or if it is unknown."""
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        import fcntl
+
+        own, address_of = own_address(host), 0x8915  # SIOCGIFADDR of Linux
+        for _, name in () if is_loopback(own) else socket.if_nameindex():
+            with suppress(OSError):  # has no address
+                if socket.inet_ntoa(fcntl.ioctl(asks, address_of, name.encode().ljust(40, b"\0"))[20:24]) == own:
+                    return name
+    return ""
 
 
 def bind(host: str, port: int) -> socket.socket:

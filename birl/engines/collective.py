@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.hosts import is_loopback
+from birl.hosts import own_address
 from birl.models.released import Shapes, nbytes
 
 T = TypeVar("T")
@@ -273,16 +273,6 @@ def store_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"store must be host:port, got {text!r}")
     return host, int(port)
-
-
-def own_address(host: str) -> str:
-    """The local address at which `host` reaches this process. Raises `OSError` if there is no route."""
-    if is_loopback(host):
-        return "::1" if ":" in host else "127.0.0.1"
-    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as asks:
-        asks.connect(place)  # sends nothing
-        return asks.getsockname()[0]
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:

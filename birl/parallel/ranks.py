@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -195,11 +195,15 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
             f"parallel: {grid} makes {grid.size} ranks, but {world} were started. Let the launcher start {grid.size}, "
             "or none (without WORLD_SIZE birl starts them on this machine)."
         )
+    from birl.hosts import interface  # not needed by a single rank
+
     use(device)  # or DeviceMesh takes LOCAL_RANK as the index, which is wrong if a rank sees only one GPU
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         file = os.environ.get(STORE)
         where = f"file://{file}" if file else "env://"
+        if not file and (own := interface(os.environ.get("MASTER_ADDR", ""))):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", own)  # else where the host's name leads: often to the loopback
         rank = int(os.environ.get("RANK", "0"))
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that a rank records, some µs each
         dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
@@ -229,14 +233,9 @@ def check_apart(own: str) -> None:
         )
 
 
-class Masters(Protocol):
-    tensors: dict[str, Tensor]
-
-    def copies(self, name: str) -> int: ...
-
-
-def global_norm(masters: Masters, ranks: Ranks) -> Tensor:
-    """Norm of the whole gradient, sqrt(sum of squares); each element counts once, however many ranks hold it."""
+def global_norm(masters: Any, ranks: Ranks) -> Tensor:
+    """Norm of the whole gradient of `Masters`, sqrt(sum of squares); each element counts once, however many ranks hold
+    it."""
     if not ranks.sharded:
         return torch.nn.utils.get_total_norm([t.grad for t in masters.tensors.values() if t.grad is not None])
     squares = [

@@ -26,9 +26,8 @@ from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines import names
-from birl.engines.collective import own_address
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.hosts import bind, is_loopback
+from birl.hosts import bind, is_loopback, own_address
 from birl.kernels.tensors import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose

@@ -16,10 +16,11 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from birl.engines.client import Client
-from birl.engines.collective import BroadcastGroup, backend, own_address
+from birl.engines.collective import BroadcastGroup, backend
 from birl.engines.transfer import Transfer
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
+from birl.hosts import own_address
 from birl.models.device import gpu
 from birl.types import Held, Update
 from birl.weights.live import Live

@@ -68,8 +68,9 @@ def _run(
     os.environ.clear()  # the fork server has that of its start
     os.environ.update(env)
     torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": grid.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": grid.size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     try:
         found = function(join(grid, torch.device("cpu"), 30.0), *arguments)
         results.put(pickle.dumps((rank, True, found)))  # tensors by value, not as files of a process that ends

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.hosts import interface
 from birl.learner import policy
 from birl.learner.policy import load_policy
 from birl.models import device
@@ -24,7 +26,9 @@ from birl.parallel import grid, ranks
 from birl.parallel.crew import RankGroup
 from birl.parallel.machine import compute_thread
 from birl.parallel.processes import follow, rank_processes
-from birl.parallel.ranks import Grid
+from birl.parallel.ranks import Grid, Ranks
+from tests.parallel.processes import on_ranks
+from tests.weights.test_broadcast import listening
 
 PAIR = Grid(ddp=2)
 
@@ -235,6 +239,28 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         rank_processes(PAIR, torch.device("cuda", 0), 30.0, words, "", 1, tmp_path),
     ):
         pass
+
+
+def places(ranks: Ranks) -> set[str]:
+    return listening()
+
+
+def test_ranks_listen_where_rank_0_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo alone would take the address of the host's name, which many machines have on the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        try:
+            asks.connect(("192.0.2.1", 9))  # a documentation address; nothing is sent
+        except OSError:
+            pytest.skip("no network but the loopback")
+        own = asks.getsockname()[0]
+    assert interface(own) in {name for _, name in socket.if_nameindex()} and not interface("127.0.0.1")
+    for name in ("GLOO_SOCKET_IFNAME", "BIRL_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", own)
+    expected = bytes(reversed(socket.inet_aton(own))).hex().upper()
+    for found in on_ranks(PAIR, places):
+        addresses = {place.partition(":")[0] for place in found}
+        assert expected in addresses and "0100007F" not in addresses
 
 
 @pytest.mark.usefixtures("forking")

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import WorkResult  # pyright: ignore
 
 from birl.engines import collective
-from birl.engines.collective import own_address, pieces, store_address
+from birl.engines.collective import pieces, store_address
 from birl.engines.wire import Invitation, invitation_from
 from birl.errors import EngineDown, WeightsFailed
+from birl.hosts import own_address
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
 from birl.models.load import load_model
