@@ -21,6 +21,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -211,15 +212,18 @@ def last_collectives(count: int = 4) -> str:
 
     Example: #812 gloo:all_reduce of [4096] float, not finished (default_pg)
     """
-    dump = getattr(c10d, "_dump_fr_trace_json", None)  # private, so it may disappear
-    entries = json.loads(dump()).get("entries", []) if dump else []
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # NCCL has its own recorder; private, may disappear
+        with suppress(AttributeError, RuntimeError):  # after an error of the device, its events raise it again
+            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
     return "\n".join(f"    {_line(entry)}" for entry in reversed(entries[-count:]))
 
 
 def _line(entry: dict[str, Any]) -> str:
     sizes = " and ".join(str(size) for size in entry.get("input_sizes", [])[:3]) or "nothing"
     kinds = ", ".join(sorted({str(kind).lower() for kind in entry.get("input_dtypes", [])}))
-    done = "" if entry.get("retired") else ", not finished"
+    done = "" if entry.get("retired") or entry.get("state") == "completed" else ", not finished"
     group = " ".join(str(word) for word in entry.get("process_group", [])[1:])
     name = entry.get("profiling_name", "collective")
     return f"#{entry.get('collective_seq_id', '?')} {name} of {sizes} {kinds}{done} ({group})"

@@ -1,5 +1,6 @@
 """Each rank computes on a GPU of its own: `torch.cuda` with cards that only remember, in one process and in two."""
 
+import json
 import os
 import re
 import socket
@@ -22,7 +23,7 @@ from birl.learner import policy
 from birl.learner.policy import load_policy
 from birl.models import device
 from birl.models.device import choose
-from birl.parallel import grid, ranks
+from birl.parallel import crew, grid, ranks
 from birl.parallel.crew import RankGroup
 from birl.parallel.machine import compute_thread
 from birl.parallel.processes import follow, rank_processes
@@ -280,3 +281,30 @@ def test_after_a_failure_no_kernel_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
 if __name__ == "__main__":
     second(*sys.argv[1:])
+
+
+def test_a_report_names_collectives_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in a recorder of their own."""
+
+    def dump(name: str, *times: int, **keys: Any) -> bytes:
+        entry = {"input_sizes": [[8]], "input_dtypes": ["Float"], "process_group": ["0", "default_pg"], **keys}
+        entries = [{**entry, "profiling_name": name, "collective_seq_id": t, "time_created_ns": t} for t in times]
+        return json.dumps({"entries": entries}).encode()
+
+    def broken() -> bytes:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(crew.c10d, "_dump_fr_trace_json", lambda: dump("gloo:broadcast", 1, 3, retired=True))
+    alone = crew.last_collectives()
+    monkeypatch.setattr(
+        crew.c10d, "_dump_nccl_trace_json", lambda: dump("nccl:all_reduce", 2, 4, state="started"), raising=False
+    )
+    assert [line.split()[:2] for line in crew.last_collectives().splitlines()] == [
+        ["#4", "nccl:all_reduce"],
+        ["#3", "gloo:broadcast"],
+        ["#2", "nccl:all_reduce"],
+        ["#1", "gloo:broadcast"],
+    ]
+    assert crew.last_collectives(1).strip() == "#4 nccl:all_reduce of [8] float, not finished (default_pg)"
+    monkeypatch.setattr(crew.c10d, "_dump_nccl_trace_json", broken)  # as an event does after an error of its card
+    assert crew.last_collectives() == alone != ""
