@@ -115,7 +115,7 @@ class Kernels(Checks):
         sizes = [w.shape[0] for w in weights]
         inner = weights[0].shape[1]
         for weight in weights:
-            expect(weight, torch.bfloat16, len(weight), inner)
+            expect(weight, self.dtype, len(weight), inner)
         multiple(inner if transposed else 0, PANEL)
         for n in sizes if halves else sizes[:-1]:
             multiple(n, BLOCK if transposed else PANEL)
@@ -124,8 +124,8 @@ class Kernels(Checks):
         )
         rows, columns = (inner, sum(sizes)) if transposed else (sum(sizes), inner)
         size = packed_size(rows, columns)
-        data = torch.empty(size, dtype=torch.bfloat16) if into is None else into.data
-        expect(data, torch.bfloat16, size)
+        data = torch.empty(size, dtype=self.dtype) if into is None else into.data
+        expect(data, self.dtype, size)
         done = 0
         for weight, size in zip(weights, sizes, strict=True):
             self.lib.gemm_pack(weight, data, size, inner, done, columns, int(transposed), 2 if halves else 1)
@@ -155,7 +155,7 @@ class Kernels(Checks):
         transposed."""
         expect(grad, self.dtype, x.columns, len(into), apart=True)
         expect(into, torch.float32, len(into), x.rows, apart=True)
-        expect(x.data, torch.bfloat16, packed_size(x.rows, x.columns))
+        expect(x.data, self.dtype, packed_size(x.rows, x.columns))
         multiple(len(into), PANEL)
         multiple(x.rows, PANEL)
         mode = ADD if add else KEEP

@@ -15,6 +15,7 @@ from birl.cache import alone, cache_folder, sweep
 from birl.kernels.instructions import NATIVE, flags, marches, processor
 
 HERE = Path(__file__).parent
+SOURCES = sorted(HERE.glob("*.c"))
 FLAGS = ["-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
 
 
@@ -40,16 +41,15 @@ def compiler() -> str | None:
 
 def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
     """Compile, unless cached: about a second. Raises `OSError` or `SubprocessError`."""
-    rounded = dtype == torch.bfloat16
     command = [
         compiler() or "cc",
         *FLAGS,
         f"-march={march}",
         f"-DHEAD_DIM={head_dim}",
-        *(["-DBF16"] if rounded else []),
+        *(["-DBF16"] if dtype == torch.bfloat16 else []),
     ]
     identity = hashlib.sha256(repr((command, _version(command[0]), processor(), sorted(flags()))).encode())
-    for file in (*sources(rounded), *sorted(HERE.glob("*.h"))):
+    for file in (*SOURCES, *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = cache_folder("kernels")
     target = root / f"{identity.hexdigest()[:24]}.so"
@@ -68,7 +68,7 @@ def build(dtype: torch.dtype, head_dim: int, march: str = NATIVE) -> Path:
         try:
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 made = Path(folder, "kernels.so")
-                whole = [*command, "-o", str(made), *map(str, sources(rounded)), "-lm"]
+                whole = [*command, "-o", str(made), *map(str, SOURCES), "-lm"]
                 done = subprocess.run(whole, capture_output=True, text=True, timeout=600)
                 if done.returncode:
                     raise OSError(next(iter(done.stderr.strip().splitlines()), "the compiler failed"))
@@ -88,11 +88,6 @@ def intact(file: Path) -> bool:
     except OSError:
         return False
     return data[-32:] == hashlib.sha256(data[:-32]).digest()
-
-
-def sources(rounded: bool) -> list[Path]:
-    """Source files for bfloat16, or for float32, whose matrix products are PyTorch's; attention differs by type."""
-    return [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
 
 
 def _version(program: str) -> tuple[int, int] | None:

@@ -1,11 +1,11 @@
-/* y = x W' for bfloat16 with float32 sums, W packed once for many calls (tile.h describes the layout).
+/* y = x W' with float32 sums, W packed once for many calls (tile.h describes the layout).
 
    Each element of y is summed over k in one order, whatever M is: a row has the same bits alone (decode) and among a
-   thousand (training). PyTorch's products do not guarantee that, and they round the result to bfloat16. */
+   thousand (training). PyTorch's products do not guarantee that, and they round the result. */
 #include "layers.h"
 #include "tile.h"
 #include <unistd.h>
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(BF16)
 #include <sys/syscall.h>
 #endif
 
@@ -16,7 +16,7 @@ enum {
 
 /* Name of the instruction set of products (instructions.py); NULL if the kernel does not grant it. */
 EXPORT const char *gemm_start(void) {
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(BF16)
     return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "amx"; /* permission for the tile registers is requested once */
 #elif defined(__AVX512BF16__)
     return "avx512_bf16";
@@ -43,32 +43,30 @@ static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
 /* Pack rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
    transposed: the packed matrix is [K, columns], with this weight's rows as columns done, done + 1, ... Otherwise its
    panels are every `turns`th from there on. */
-EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long done, long columns, int transposed,
+EXPORT void gemm_pack(const elem *w, elem *packed, long N, long K, long done, long columns, int transposed,
                       long turns) {
     const long blocks = blocks_of(columns);
     if (!transposed) {
         const long first = done / PANEL, count = (N + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static)
         for (long p = 0; p < count; p++)
-            for (long b = 0; b < blocks; b++) {
-                uint16_t *tile = packed + ((first + p * turns) * blocks + b) * TILE;
-                line square[PANEL] = {}; /* n, pair of k */
-                const long width = K - b * BLOCK < BLOCK ? K - b * BLOCK : BLOCK;
+            for (long k = 0; k < blocks * BLOCK; k += STEP) {
+                line lines[16] = {};
+                const long width = k > K ? 0 : K - k < STEP ? K - k : STEP;
                 for (long n = 0; n < PANEL && p * PANEL + n < N; n++)
-                    memcpy(&square[n], w + (p * PANEL + n) * K + b * BLOCK, width * sizeof(uint16_t));
-                transpose16(square);
-                for (long pair = 0; pair < PANEL; pair++) *(line *)(tile + pair * BLOCK) = square[pair];
+                    memcpy(&lines[n], w + (p * PANEL + n) * K + k, width * sizeof(elem));
+                transpose16(lines);
+                memcpy(packed + (first + p * turns) * blocks * TILE + k * PANEL, lines, sizeof(lines));
             }
     } else {
         const long panels = K / PANEL; /* K is a multiple of 16 here, and `done` of 32 or this is the last part */
         const long end = done + N == columns ? blocks * BLOCK - done : N;
 #pragma omp parallel for schedule(static)
-        for (long t = 0; t < end; t += BLOCK)
+        for (long t = 0; t < end; t += STEP)
             for (long p = 0; p < panels; p++) {
-                line square[16];
-                pairs_of(w, K, t, p * PANEL, N, square);
-                uint16_t *tile = packed + (p * blocks + (done + t) / BLOCK) * TILE;
-                for (long pair = 0; pair < 16; pair++) *(line *)(tile + pair * BLOCK) = square[pair];
+                line lines[16];
+                lines_of(w, K, t, p * PANEL, N, lines);
+                memcpy(packed + p * blocks * TILE + (done + t) * PANEL, lines, sizeof(lines));
             }
     }
 }
@@ -121,16 +119,16 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
 static __thread scratch padding, decodes;
 
 /* Rows of x [rows, K] padded with zeros; NULL if they are whole tiles already. */
-static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
+static elem *padded(const elem *x, long ldx, long rows, long K) {
     if (rows % ROWS == 0) return NULL;
-    uint16_t *copy = take(&padding, 32 * K * 2);
-    memset(copy + rows * K, 0, (ROWS - rows % ROWS) * K * 2);
-    for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * 2);
+    elem *copy = take(&padding, 32 * K * sizeof(elem));
+    memset(copy + rows * K, 0, (ROWS - rows % ROWS) * K * sizeof(elem));
+    for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * sizeof(elem));
     return copy;
 }
 
 typedef struct { /* one product, and this thread's share of it: pairs of panels, and rows from `top` on */
-    const uint16_t *x;
+    const elem *x;
     const char *packed;
     const elem *bias;
     char *y;
@@ -138,7 +136,7 @@ typedef struct { /* one product, and this thread's share of it: pairs of panels,
     int mode, coded, turned; /* coded: packed is int8; turned: x is [K, M] */
 } task;
 
-static long bytes_of(const task *t) { return t->coded ? CODED : TILE * sizeof(uint16_t); }
+static long bytes_of(const task *t) { return t->coded ? CODED : TILE * sizeof(elem); }
 
 /* The panels of a pair; the last pair may have only one. */
 static const char *panel(const task *t, long pair, int second) {
@@ -174,8 +172,8 @@ static void put(const task *t, const float *sums, long m, long rows, long pair) 
 static void few_rows(const task *t) {
     const long blocks = blocks_of(t->K), bytes = bytes_of(t), head = FIRST(t->M), callers = CALLERS(t->M);
     const long tail = t->M <= head ? t->M : (t->M - head - 1) % MANY + 1;
-    uint16_t *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
-    uint16_t made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes are decoded first: several products read them */
+    elem *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
+    elem made[2][AHEAD * TILE] __attribute__((aligned(64))); /* codes are decoded first: several products read them */
     float sums[FEW * 32] __attribute__((aligned(64)));
     for (long pair = t->first; pair < t->last; pair++) {
         const char *b0 = panel(t, pair, 0), *b1 = panel(t, pair, 1);
@@ -189,17 +187,17 @@ static void few_rows(const task *t) {
         for (long k = 0; k < blocks; k += AHEAD) {
             const long count = blocks - k < AHEAD ? blocks - k : AHEAD;
             const long next = k + AHEAD < blocks ? k + AHEAD : 2 * blocks; /* of this pair, or the first of the next */
-            const uint16_t *w0 = (const uint16_t *)(b0 + k * bytes), *w1 = (const uint16_t *)(b1 + k * bytes);
+            const elem *w0 = (const elem *)(b0 + k * bytes), *w1 = (const elem *)(b1 + k * bytes);
             for (long i = 0; i < count && t->coded; i++) {
-                decode((const int8_t *)(b0 + (k + i) * bytes), made[0] + i * TILE);
-                decode((const int8_t *)(b1 + (k + i) * bytes), made[1] + i * TILE);
+                decode((const int8_t *)(b0 + (k + i) * bytes), (uint16_t *)made[0] + i * TILE);
+                decode((const int8_t *)(b1 + (k + i) * bytes), (uint16_t *)made[1] + i * TILE);
                 w0 = made[0], w1 = made[1];
             }
             for (long m = 0, turn = 0, step = head; m < t->M; m += step, step = MANY, turn++) {
                 const int partial = m + step > t->M && rest;
                 const long rows = t->M - m < step ? t->M - m : step, lda = partial ? t->K : t->ldx;
                 const long share = turn < callers ? AHEAD * bytes / callers : 0, from = next * bytes + turn * share;
-                const uint16_t *a = (partial ? rest : t->x + m * t->ldx) + k * BLOCK;
+                const elem *a = (partial ? rest : t->x + m * t->ldx) + k * BLOCK;
                 product_ahead(a, rows, lda, w0, w1, count, b0 + from, b1 + from, share, sums + m * 32, 32, k > 0);
             }
         }
@@ -209,17 +207,17 @@ static void few_rows(const task *t) {
 }
 
 /* Up to 32 rows of x from m on, whole tiles, *lda elements apart. */
-static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
+static const elem *block_of(const task *t, long m, long rows, long *lda) {
     *lda = t->turned || rows % ROWS ? blocks_of(t->K) * BLOCK : t->ldx;
     if (!t->turned) return rows % ROWS ? padded(t->x + m * t->ldx, t->ldx, rows, t->K) : t->x + m * t->ldx;
-    uint16_t *copy = take(&padding, TURN * *lda * 2);
+    elem *copy = take(&padding, TURN * *lda * sizeof(elem));
     const long done = (m - t->top) % TURN, columns = t->M - m < TURN ? t->M - m : TURN;
-    for (long k = 0; k < *lda && !done; k += BLOCK)
+    for (long k = 0; k < *lda && !done; k += STEP)
         for (long n = 0; n < columns; n += 16) {
-            line square[16];
-            pairs_of(t->x, t->ldx, k, m + n, t->K, square);
-            transpose16(square);
-            for (long i = 0; i < 16; i++) *(line *)(copy + (n + i) * *lda + k) = square[i];
+            line lines[16];
+            lines_of(t->x, t->ldx, k, m + n, t->K, lines);
+            transpose16(lines);
+            for (long i = 0; i < 16; i++) *(line *)(copy + (n + i) * *lda + k) = lines[i];
         }
     return copy + done * *lda;
 }
@@ -229,22 +227,23 @@ static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
 static void many_rows(const task *t) {
     /* columns of a turned x are transposed anew for each part: weights from the third-level cache take less time */
     const long room = t->turned && MANY < 16 ? 8 * cached() : cached();
-    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = room / (2 * blocks * TILE * 2) + 1;
+    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = room / (2 * blocks * TILE * (long)sizeof(elem)) + 1;
     const long parts = (mine + most - 1) / most;
-    uint16_t *made = t->coded ? take(&decodes, 2 * (mine < most ? mine : most) * blocks * TILE * 2) : NULL;
+    elem *made = t->coded ? take(&decodes, 2 * (mine < most ? mine : most) * blocks * TILE * 2) : NULL;
     float sums[32 * 32] __attribute__((aligned(64)));
     for (long part = 0; part < parts; part++) {
         const long begin = t->first + mine * part / parts, end = t->first + mine * (part + 1) / parts;
         for (long i = 0; made && i < 2 * (end - begin) * blocks; i++)
-            decode((const int8_t *)panel(t, begin + i / (2 * blocks), i / blocks % 2) + i % blocks * CODED, made + i * TILE);
+            decode((const int8_t *)panel(t, begin + i / (2 * blocks), i / blocks % 2) + i % blocks * CODED,
+                   (uint16_t *)made + i * TILE);
         for (long m = t->top; m < t->M; m += 32) {
             const long rows = t->M - m < 32 ? t->M - m : 32;
             long lda;
-            const uint16_t *a = block_of(t, m, rows, &lda);
+            const elem *a = block_of(t, m, rows, &lda);
             for (long pair = begin; pair < end; pair++) {
-                const uint16_t *own = made + 2 * (pair - begin) * blocks * TILE;
-                const uint16_t *b0 = made ? own : (const uint16_t *)panel(t, pair, 0);
-                const uint16_t *b1 = made ? own + blocks * TILE : (const uint16_t *)panel(t, pair, 1);
+                const elem *own = made + 2 * (pair - begin) * blocks * TILE;
+                const elem *b0 = made ? own : (const elem *)panel(t, pair, 0);
+                const elem *b1 = made ? own + blocks * TILE : (const elem *)panel(t, pair, 1);
                 product(a, rows, lda, b0, b1, TILE, blocks, sums, 32, 0);
                 put(t, sums, m, rows, pair);
             }
@@ -263,7 +262,7 @@ static void compute(const task *t) {
 
 /* y [M, N] (rows ldy apart) = x [M, K] W'; `mode`: see its enum. K must be a multiple of 32, N of 16. Threads divide
    the columns. */
-void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
+void gemm_part(const elem *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode) {
     const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
     START_THREAD();
@@ -277,12 +276,12 @@ void gemm_begin(void) { START_THREAD(); }
 
 void gemm_end(void) { END_THREAD(); }
 
-void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
+void gemm_alone(const elem *x, long ldx, const elem *packed, const elem *bias, float *y, long ldy, long M, long N,
                 long K) {
     compute(&(task){x, (const char *)packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, 0, KEEP, 0, 0});
 }
 
-EXPORT void gemm(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
+EXPORT void gemm(const elem *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                  long K, int mode) {
 #pragma omp parallel
     gemm_part(x, ldx, packed, bias, y, ldy, M, N, K, mode);
@@ -290,7 +289,7 @@ EXPORT void gemm(const uint16_t *x, long ldx, const void *packed, const elem *bi
 
 /* y [M, N] float32 = or += grad' x, the gradient of a weight: grad [T, M] (rows `stride` apart), x [T, N] packed
    transposed. M must be a multiple of 16. Threads divide the rows of y, and transpose the columns of grad as needed. */
-EXPORT void gemm_outer(const uint16_t *grad, long stride, const uint16_t *packed, float *y, long ldy, long M, long N, long T,
+EXPORT void gemm_outer(const elem *grad, long stride, const elem *packed, float *y, long ldy, long M, long N, long T,
                        int mode) {
 #pragma omp parallel
     {

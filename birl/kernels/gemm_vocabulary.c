@@ -8,7 +8,7 @@ static const long STRIPE = 128; /* rows whose logits of a stretch are stored at 
 static __thread scratch mine;
 
 typedef struct {
-    const uint16_t *x, *packed;
+    const elem *x, *packed;
     const elem *bias;
     long ldx, K;
 } head;
@@ -30,7 +30,7 @@ static const float *computed(void *from, long c, long count) {
 
 /* `sample` (vocabulary.c) of the logits x W' + bias, x [B, K], with the same bits. `masses` [B, cells] and `peaks` [B,
    stretches] are scratch. */
-EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, const float *temperatures,
+EXPORT void head_sample(const elem *x, long ldx, const elem *packed, const elem *bias, const float *temperatures,
                         const float *uniforms, int64_t *tokens, float *logp, float *peaks, float *masses, long B, long V,
                         long K) {
     const head h = {x, packed, bias, ldx, K};
@@ -62,7 +62,7 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
 
 /* `logprobs` (vocabulary.c) of these logits, with the same bits. `masses` [B, cells], `peaks` and `tilts` [B,
    stretches] are scratch. */
-EXPORT void head_logprobs(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, const int64_t *targets,
+EXPORT void head_logprobs(const elem *x, long ldx, const elem *packed, const elem *bias, const int64_t *targets,
                           float temperature, float *logp, float *norm, float *entropy, float *peaks, float *masses,
                           float *tilts, long B, long V, long K) {
     const head h = {x, packed, bias, ldx, K};

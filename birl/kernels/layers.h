@@ -39,11 +39,11 @@ static inline void give(scratch *s) {
 /* A `_part` is called by all threads of a team and does this thread's share; when it returns, all shares are done. */
 void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
 void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
-void gemm_part(const uint16_t *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
+void gemm_part(const elem *x, long ldx, const void *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode);
 void gemm_begin(void); /* before the first gemm_alone of a thread */
 void gemm_end(void);   /* and after the last */
-void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
+void gemm_alone(const elem *x, long ldx, const elem *packed, const elem *bias, float *y, long ldy, long M, long N,
                 long K); /* all of it by this thread, kept in float32 */
 void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads);
 void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,

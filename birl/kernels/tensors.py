@@ -71,12 +71,11 @@ CODE = {"p": Address, "n": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """Declare the types of the library's functions; a library for float32 has no matrix products."""
+    """Declare the types of the library's functions."""
     for name, signature in SIGNATURES.items():
-        if hasattr(lib, name):
-            function = getattr(lib, name)
-            function.argtypes = [CODE[c] for c in signature]
-            function.restype = ctypes.c_long if name.startswith("check_") else None
+        function = getattr(lib, name)
+        function.argtypes = [CODE[c] for c in signature]
+        function.restype = ctypes.c_long if name.startswith("check_") else None
     lib.team_size.restype = ctypes.c_long
 
 
@@ -168,7 +167,7 @@ class Checks:
         if codes and weight.codes:
             expect(weight.data, torch.int8, coded_size(weight.rows, weight.columns))
         else:
-            expect(weight.data, torch.bfloat16, packed_size(weight.rows, weight.columns))
+            expect(weight.data, self.dtype, packed_size(weight.rows, weight.columns))
         multiple(weight.rows, PANEL)
         multiple(weight.columns, BLOCK)
         if bias is not None:

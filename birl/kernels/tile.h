@@ -1,8 +1,9 @@
-/* Products of bfloat16 tiles with float32 sums, for gemm.c and gemm_attention.c.
+/* Products of tiles with float32 sums, for gemm.c and attention.c.
 
-   Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, 16 pairs of k;
-   each pair 16 n x 2 k. That is an AMX tile, and 16 registers for AVX-512's dot products of pairs. K is padded to 32, N
-   to 16, with zeros. The order of a sum is fixed: blocks of 32 one after another, so a sum may stop and go on.
+   Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, lines of 64 bytes:
+   16 n x 2 k in bfloat16, 16 n x 1 k in float32. A block in bfloat16 is an AMX tile, and 16 registers for AVX-512's dot
+   products of pairs. K is padded to 32, N to 16, with zeros. The order of a sum is fixed: k one after another, or block
+   after block on AMX, so a sum may stop and go on.
 
    In int8 a block is 16 exponents e, one for each n, and the 512 codes. A weight is code x 2^(e - 127), which is exact
    in bfloat16, so a product with codes has the bits of the one with the decoded weights. */
@@ -12,15 +13,21 @@
 #define PANEL 16
 #define BLOCK 32
 #define TILE (PANEL * BLOCK)  /* elements of a packed block */
+#define WORD (4 / (long)sizeof(elem)) /* k of a line */
+#define STEP (16 * WORD)      /* k of 16 lines, or elements of a line */
+#define LINES (BLOCK / WORD)  /* of a block; that of k is at element 16 k */
 #define CODED (PANEL + TILE)  /* bytes of one in int8 */
 
-/* A line is 16 pairs of bfloat16; transpose16 of 16 lines: a[i][j] -> a[j][i]. */
+/* A line is 16 words: pairs of bfloat16, or float32. transpose16 of 16 lines: a[i][j] -> a[j][i]. */
 #ifdef __AVX512F__
 typedef uvec line;
 
-/* Pairs of even[i] and odd[i]; 0 for one that is NULL. */
-static inline line zipped(const uint16_t *even, const uint16_t *odd) {
+/* Pairs of even[i] and odd[i], 0 for one that is NULL; in float32 the first alone. */
+static inline line zipped(const elem *even, const elem *odd) {
     line both = {};
+#ifndef BF16
+    return even ? *(const line *)even : both;
+#endif
     if (even) both = __builtin_convertvector(*(const hvec *)even, uvec);
     if (odd) both |= __builtin_convertvector(*(const hvec *)odd, uvec) << 16;
     return both;
@@ -45,8 +52,12 @@ static inline void transpose16(line a[16]) {
 #else
 typedef struct { uint32_t at[16]; } __attribute__((aligned(2), may_alias)) line;
 
-static inline line zipped(const uint16_t *even, const uint16_t *odd) {
+static inline line zipped(const elem *even, const elem *odd) {
     line both = {};
+#ifndef BF16
+    if (even) memcpy(&both, even, sizeof(both));
+    return both;
+#endif
     if (even)
         for (int i = 0; i < 16; i++) both.at[i] = even[i];
     if (odd)
@@ -62,12 +73,12 @@ static inline void transpose16(line a[16]) {
 }
 #endif
 
-/* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 after the last row. */
-static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, line square[16]) {
-    for (long pair = 0; pair < 16; pair++) {
-        const long row = t + 2 * pair;
-        const uint16_t *from = x + row * stride + n;
-        square[pair] = zipped(row < T ? from : NULL, row + 1 < T ? from + stride : NULL);
+/* Lines of rows t to t + STEP - 1 of x [T, N], columns n to n + 15; 0 after the last row. */
+static inline void lines_of(const elem *x, long stride, long t, long n, long T, line lines[16]) {
+    for (long i = 0; i < 16; i++) {
+        const long row = t + i * WORD;
+        const elem *from = x + row * stride + n;
+        lines[i] = zipped(row < T ? from : NULL, row + 1 < T ? from + stride : NULL);
     }
 }
 
@@ -146,7 +157,7 @@ static inline void decode(const int8_t *block, uint16_t *tile) {
     }
 }
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(BF16)
 
 static const struct {
     uint8_t palette, start_row, zero[14];
@@ -157,7 +168,7 @@ static const struct {
 /* sums [rows, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and at
    most 32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. The
    processor's own prefetching works best with two streams of weights: prefetch instructions were slower. */
-static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+static inline void product(const elem *a, long rows, long lda, const elem *b0, const elem *b1, long step,
                            long blocks, float *sums, long ld, int add) {
     const int two = rows > 16;
     if (add) {
@@ -194,7 +205,7 @@ static inline void product(const uint16_t *a, long rows, long lda, const uint16_
 }
 
 /* Over a few tiles; then `length` bytes from n0 and n1 on are prefetched. */
-static inline void product_ahead(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long blocks,
+static inline void product_ahead(const elem *a, long rows, long lda, const elem *b0, const elem *b1, long blocks,
                                  const char *n0, const char *n1, long length, float *sums, long ld, int add) {
     product(a, rows, lda, b0, b1, TILE, blocks, sums, ld, add);
     for (long i = 0; i < length; i += 64) __builtin_prefetch(n0 + i, 0, 2), __builtin_prefetch(n1 + i, 0, 2);
@@ -216,8 +227,12 @@ static inline void product_ahead(const uint16_t *a, long rows, long lda, const u
 #define MANY 8    /* rows that read a weight together */
 #define FAR 16384 /* prefetch distance in bytes */
 
-static inline vec dot2(vec total, uint32_t a, uvec pairs) {
-#ifdef __AVX512BF16__
+/* total + a w of 16 n: a word of x, and a line. */
+static inline vec dot(vec total, uint32_t a, uvec pairs) {
+#ifndef BF16
+    union { uint32_t u; float f; } x = {a};
+    return total + x.f * (vec)pairs;
+#elif defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)pairs);
 #else
     union { uint32_t u; float f; } low = {a << 16}, high = {a & 0xffff0000};
@@ -227,18 +242,18 @@ static inline vec dot2(vec total, uint32_t a, uvec pairs) {
 #endif
 }
 
-/* Two lines of pairs, of a tile in bfloat16 or of codes. */
-static inline void two_lines_at(const char *tile, long pair, int coded, uvec out[2]) {
+/* Two lines of a tile, or of codes. */
+static inline void two_lines_at(const char *tile, long at, int coded, uvec out[2]) {
     if (coded)
-        two_lines_of_codes((const int8_t *)tile, pair, out);
+        two_lines_of_codes((const int8_t *)tile, at, out);
     else
-        out[0] = *(const uvec *)(tile + 2 * pair * BLOCK), out[1] = *(const uvec *)(tile + 2 * (pair + 1) * BLOCK);
+        out[0] = *(const uvec *)(tile + 64 * at), out[1] = *(const uvec *)(tile + 64 * (at + 1));
 }
 
 /* A few rows of both panels; n, coded and lines are constants. With codes a sum is scaled before and after each block,
    which rounds nothing, instead of the weights. Later memory is prefetched from n0 and n1 on: for each block `step`
    bytes of both, `lines` lines at a time. */
-static inline __attribute__((always_inline)) void some(const int n, const int coded, const int lines, const uint16_t *a,
+static inline __attribute__((always_inline)) void some(const int n, const int coded, const int lines, const elem *a,
                                                        long lda, const char *b0, const char *b1, long bytes, long blocks,
                                                        const char *n0, const char *n1, long step, float *sums, long ld,
                                                        int add) {
@@ -250,18 +265,19 @@ static inline __attribute__((always_inline)) void some(const int n, const int co
 #pragma GCC unroll 8
         for (int i = 0; i < n && coded; i++)
             s[i][0] *= power_of((const int8_t *)b0, 1), s[i][1] *= power_of((const int8_t *)b1, 1);
-        for (long pair = 0; pair < BLOCK / 2; pair += 2, n0 += (step + 7) / 8, n1 += (step + 7) / 8) {
+        const long ahead = (step + LINES / 2 - 1) / (LINES / 2);
+        for (long at = 0; at < LINES; at += 2, n0 += ahead, n1 += ahead) {
             uvec w0[2], w1[2];
-            two_lines_at(b0, pair, coded, w0), two_lines_at(b1, pair, coded, w1);
+            two_lines_at(b0, at, coded, w0), two_lines_at(b1, at, coded, w1);
             for (int i = 0; i < lines; i++) __builtin_prefetch(n0 + i * 64, 0, 2), __builtin_prefetch(n1 + i * 64, 0, 2);
 #pragma GCC unroll 2
             for (int j = 0; j < 2; j++)
 #pragma GCC unroll 8
                 for (int i = 0; i < n; i++) {
                     uint32_t both;
-                    memcpy(&both, a + i * lda + k * BLOCK + 2 * (pair + j), 4);
-                    s[i][0] = dot2(s[i][0], both, w0[j]);
-                    s[i][1] = dot2(s[i][1], both, w1[j]);
+                    memcpy(&both, a + i * lda + k * BLOCK + WORD * (at + j), 4);
+                    s[i][0] = dot(s[i][0], both, w0[j]);
+                    s[i][1] = dot(s[i][1], both, w1[j]);
                 }
         }
 #pragma GCC unroll 8
@@ -285,7 +301,7 @@ static inline __attribute__((always_inline)) void some(const int n, const int co
     default: CALL(8);                                                                                                          \
     }
 
-static inline __attribute__((always_inline)) void few(const int coded, const int lines, const uint16_t *a, long rows, long lda,
+static inline __attribute__((always_inline)) void few(const int coded, const int lines, const elem *a, long rows, long lda,
                                                       const char *b0, const char *b1, long bytes, long blocks, const char *n0,
                                                       const char *n1, long step, float *sums, long ld, int add) {
 #define SOME(n) some(n, coded, lines, a, lda, b0, b1, bytes, blocks, n0, n1, step, sums, ld, add)
@@ -295,22 +311,22 @@ static inline __attribute__((always_inline)) void few(const int coded, const int
 
 /* A few rows of one panel; n is a constant. Panels are consecutive. The processor prefetches that itself for one or two
    rows; from three on, which compute longer, it is prefetched by instructions. */
-static inline __attribute__((always_inline)) void single(const int n, const uint16_t *a, long lda, const char *b, long blocks,
+static inline __attribute__((always_inline)) void single(const int n, const elem *a, long lda, const char *b, long blocks,
                                                          float *sums, long ld) {
     vec s[MANY] = {};
-    for (long k = 0; k < blocks; k++, b += TILE * 2)
-        for (long pair = 0; pair < BLOCK / 2; pair += 2) {
+    for (long k = 0; k < blocks; k++, b += TILE * sizeof(elem))
+        for (long at = 0; at < LINES; at += 2) {
             uvec w[2];
-            two_lines_at(b, pair, 0, w);
-            const char *later = b + FAR + 2 * pair * BLOCK;
+            two_lines_at(b, at, 0, w);
+            const char *later = b + FAR + 64 * at;
             if (n > 2) __builtin_prefetch(later, 0, 2), __builtin_prefetch(later + 64, 0, 2);
 #pragma GCC unroll 2
             for (int j = 0; j < 2; j++)
 #pragma GCC unroll 8
                 for (int i = 0; i < n; i++) {
                     uint32_t both;
-                    memcpy(&both, a + i * lda + k * BLOCK + 2 * (pair + j), 4);
-                    s[i] = dot2(s[i], both, w[j]);
+                    memcpy(&both, a + i * lda + k * BLOCK + WORD * (at + j), 4);
+                    s[i] = dot(s[i], both, w[j]);
                 }
         }
 #pragma GCC unroll 8
@@ -326,8 +342,8 @@ static inline __attribute__((always_inline)) void single(const int n, const uint
 
 /* sums [n, 64] = or += a W' for panels w0, w0 + apart, w1, w1 + apart; n <= NARROW is a constant. Each of their lines
    prefetches the one at the same place of n0 or n1. */
-static inline __attribute__((always_inline)) void four(const int n, const uint16_t *a, long lda, const uint16_t *w0,
-                                                       const uint16_t *w1, const uint16_t *n0, const uint16_t *n1,
+static inline __attribute__((always_inline)) void four(const int n, const elem *a, long lda, const elem *w0,
+                                                       const elem *w1, const elem *n0, const elem *n1,
                                                        long apart, long blocks, float *sums, long ld, int add) {
     vec s[NARROW][4] = {};
     if (add)
@@ -335,9 +351,9 @@ static inline __attribute__((always_inline)) void four(const int n, const uint16
         for (int i = 0; i < n; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) s[i][j] = *(vec *)(sums + i * ld + j * PANEL);
-    for (long at = 0; at < blocks * TILE; at += BLOCK) {
-        const uint16_t *from[4] = {w0 + at, w0 + apart + at, w1 + at, w1 + apart + at};
-        const uint16_t *later[4] = {n0 + at, n0 + apart + at, n1 + at, n1 + apart + at};
+    for (long at = 0; at < blocks * TILE; at += STEP) {
+        const elem *from[4] = {w0 + at, w0 + apart + at, w1 + at, w1 + apart + at};
+        const elem *later[4] = {n0 + at, n0 + apart + at, n1 + at, n1 + apart + at};
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) __builtin_prefetch(later[j], 0, NEAR);
 #pragma GCC unroll 4
@@ -345,7 +361,7 @@ static inline __attribute__((always_inline)) void four(const int n, const uint16
             uint32_t both;
             memcpy(&both, a + i * lda + at / PANEL, 4);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) s[i][j] = dot2(s[i][j], both, *(const uvec *)from[j]);
+            for (int j = 0; j < 4; j++) s[i][j] = dot(s[i][j], both, *(const uvec *)from[j]);
         }
     }
 #pragma GCC unroll 4
@@ -354,15 +370,15 @@ static inline __attribute__((always_inline)) void four(const int n, const uint16
         for (int j = 0; j < 4; j++) *(vec *)(sums + i * ld + j * PANEL) = s[i][j];
 }
 
-static __attribute__((noinline, unused)) void product_of_four(const uint16_t *a, long rows, long lda, const uint16_t *w0,
-                                                              const uint16_t *w1, const uint16_t *n0, const uint16_t *n1,
+static __attribute__((noinline, unused)) void product_of_four(const elem *a, long rows, long lda, const elem *w0,
+                                                              const elem *w1, const elem *n0, const elem *n1,
                                                               long apart, long blocks, float *sums, long ld, int add) {
 #define FOUR(n) four(n < NARROW ? n : NARROW, a, lda, w0, w1, n0, n1, apart, blocks, sums, ld, add)
     BY_ROWS(rows, FOUR)
 #undef FOUR
 }
 
-static __attribute__((noinline)) void one(const uint16_t *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
+static __attribute__((noinline)) void one(const elem *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
 #define SINGLE(n) single(n, a, lda, b, blocks, sums, ld)
     BY_ROWS(rows, SINGLE)
 #undef SINGLE
@@ -371,20 +387,31 @@ static __attribute__((noinline)) void one(const uint16_t *a, long rows, long lda
 #else
 
 /* Four rows of one panel. */
-static inline __attribute__((always_inline)) void half(const int coded, const uint16_t *a, long lda, const char *b, long bytes,
+static inline __attribute__((always_inline)) void half(const int coded, const elem *a, long lda, const char *b, long bytes,
                                                        long blocks, const char *next, long step, float *sums, long ld, int add) {
     vec s[4][PANEL / LANES];
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) s[i][j] = add ? *(const vec *)(sums + i * ld + j * LANES) : (vec){};
     for (long k = 0; k < blocks; k++, b += bytes, next += step) {
+#ifdef BF16
         uint32_t wide[4][BLOCK] __attribute__((aligned(64))); /* a in float32, each number is broadcast to all lanes */
         for (int i = 0; i < 4; i++)
             for (int j = 0; j < BLOCK; j++) wide[i][j] = (uint32_t)a[i * lda + k * BLOCK + j] << 16;
+#endif
         for (int j = 0; j < PANEL / LANES && coded; j++) { /* instead of the weights, which rounds nothing */
             const vec inverse = power_of((const int8_t *)b + j * LANES, 1);
             for (int i = 0; i < 4; i++) s[i][j] *= inverse;
         }
         for (long i = 0; i < step; i += 64) __builtin_prefetch(next + i, 0, 2);
+#ifndef BF16
+        for (long j = 0; j < BLOCK; j++) {
+            const vec *w = (const vec *)(b + 64 * j);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+                for (int v = 0; v < PANEL / LANES; v++) s[i][v] += a[i * lda + k * BLOCK + j] * w[v];
+        }
+#else
         for (long pair = 0; pair < BLOCK / 2; pair++) {
             vec even[PANEL / LANES], odd[PANEL / LANES];
 #pragma GCC unroll 4
@@ -409,18 +436,19 @@ static inline __attribute__((always_inline)) void half(const int coded, const ui
             const vec scale = power_of((const int8_t *)b + j * LANES, 0);
             for (int i = 0; i < 4; i++) s[i][j] *= scale;
         }
+#endif
     }
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < PANEL / LANES; j++) *(vec *)(sums + i * ld + j * LANES) = s[i][j];
 }
 
 /* Not inlined in twenty places: GCC 12 for ARM fails on that. */
-static __attribute__((noinline)) void half_plain(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
+static __attribute__((noinline)) void half_plain(const elem *a, long lda, const char *b, long bytes, long blocks,
                                                  const char *next, long step, float *sums, long ld, int add) {
     half(0, a, lda, b, bytes, blocks, next, step, sums, ld, add);
 }
 
-static __attribute__((noinline, unused)) void half_coded(const uint16_t *a, long lda, const char *b, long bytes, long blocks,
+static __attribute__((noinline, unused)) void half_coded(const elem *a, long lda, const char *b, long bytes, long blocks,
                                                          const char *next, long step, float *sums, long ld, int add) {
     half(1, a, lda, b, bytes, blocks, next, step, sums, ld, add);
 }
@@ -428,33 +456,34 @@ static __attribute__((noinline, unused)) void half_coded(const uint16_t *a, long
 #define ROWS 4
 #define MANY 4
 
-static inline void few(const int coded, const int lines, const uint16_t *a, long rows, long lda, const char *b0,
+static inline void few(const int coded, const int lines, const elem *a, long rows, long lda, const char *b0,
                        const char *b1, long bytes, long blocks, const char *n0, const char *n1, long step, float *sums,
                        long ld, int add) {
     (coded ? half_coded : half_plain)(a, lda, b0, bytes, blocks, n0, step, sums, ld, add);
     (coded ? half_coded : half_plain)(a, lda, b1, bytes, blocks, n1, step, sums + PANEL, ld, add);
 }
 
-static inline void one(const uint16_t *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
-    half_plain(a, lda, b, TILE * 2, blocks, b + 4 * blocks * TILE, TILE * 2, sums, ld, 0); /* two panels later */
+static inline void one(const elem *a, long rows, long lda, const char *b, long blocks, float *sums, long ld) {
+    half_plain(a, lda, b, TILE * sizeof(elem), blocks, b + 2 * blocks * TILE * sizeof(elem), TILE * sizeof(elem), sums, ld,
+               0); /* two panels later */
 }
 
 #endif
 
-static inline void product(const uint16_t *a, long rows, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+static inline void product(const elem *a, long rows, long lda, const elem *b0, const elem *b1, long step,
                            long blocks, float *sums, long ld, int add) {
     const char *w0 = (const char *)b0, *w1 = (const char *)b1;
     for (long i = 0; i < rows && i < 32; i += MANY)
-        few(0, 0, a + i * lda, rows - i, lda, w0, w1, step * 2, blocks, w0, w1, 0, sums + i * ld, ld, add);
+        few(0, 0, a + i * lda, rows - i, lda, w0, w1, step * sizeof(elem), blocks, w0, w1, 0, sums + i * ld, ld, add);
 }
 
 /* For at most MANY rows over a few tiles. Meanwhile `length` bytes from n0 and n1 on are prefetched, one or two lines
    of both for two lines of weights. Not inlined: GCC's register allocation there costs up to 5 %. */
 #define AHEAD_BY(name, lines)                                                                                               \
-    static __attribute__((noinline, unused)) void name(const uint16_t *a, long rows, long lda, const uint16_t *b0,          \
-                                                       const uint16_t *b1, long blocks, const char *n0, const char *n1,     \
+    static __attribute__((noinline, unused)) void name(const elem *a, long rows, long lda, const uint16_t *b0,          \
+                                                       const elem *b1, long blocks, const char *n0, const char *n1,         \
                                                        long length, float *sums, long ld, int add) {                        \
-        few(0, lines, a, rows, lda, (const char *)b0, (const char *)b1, TILE * 2, blocks, n0, n1, length / blocks, sums,    \
+        few(0, lines, a, rows, lda, (const char *)b0, (const char *)b1, TILE * sizeof(elem), blocks, n0, n1, length / blocks, sums, \
             ld, add);                                                                                                       \
     }
 AHEAD_BY(product_ahead, 1)
@@ -465,7 +494,7 @@ AHEAD_BY(product_ahead_by_two, 2)
 
 /* product_ahead for at most MANY rows, which read each weight once: one panel after the other, as memory is fastest for
    one stream. Codes take both at once, as they compute longer. */
-static inline void product_of_few(const uint16_t *a, long rows, long lda, const char *b0, const char *b1, int coded,
+static inline void product_of_few(const elem *a, long rows, long lda, const char *b0, const char *b1, int coded,
                                   long blocks, float *sums, long ld) {
     const long far = 2 * blocks * CODED;
     if (coded) {

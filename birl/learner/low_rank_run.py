@@ -205,7 +205,7 @@ class SharedBase:
         self.layers = linear_layers(model)
         self.device = head(model).weight.device
         decoder = decoder_for(model)
-        self.alike = decoder is not None and decoder.head.on_kernels is not None  # rows have the same bits in any pass
+        self.alike = decoder is not None  # rows have the same bits in any pass
         if decoder is None:
             fused_decoder.MADE[model] = None  # transformers' own layers, which hooks reach
             hook(model, {n: m for n, m in self.layers.items() if n != HEAD}, split)

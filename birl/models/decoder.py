@@ -130,14 +130,11 @@ class Decoder:
     @contextmanager
     def steady(self, cache: Cache) -> Iterator[None]:
         """Context in which weights and cache do not move or change, so that their addresses can be passed on."""
-        if self.kernels.dtype == torch.bfloat16:
-            now = self._now(cache)
-            if now != self.laid_out[0]:
-                rows = [
-                    [0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers
-                ]
-                self.laid_out = now, torch.tensor(rows, dtype=torch.int64)
-            self.addresses, self.cache = self.laid_out[1], cache
+        now = self._now(cache)
+        if now != self.laid_out[0]:
+            rows = [[0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers]
+            self.laid_out = now, torch.tensor(rows, dtype=torch.int64)
+        self.addresses, self.cache = self.laid_out[1], cache
         try:
             yield
         finally:

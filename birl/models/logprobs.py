@@ -47,16 +47,24 @@ class Behind(NamedTuple):
         return logits.masked_fill_(self.support.outside(rows, first, logits.shape[1]), OUTSIDE)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, [N, K] [K, M] -> [N, M]; not differentiable. On a CPU by oneDNN: PyTorch's own product is MKL's,
+    which uses half the width of an AMD processor's registers."""
+    if a.device.type == "cpu" and a.numel() and b.numel() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    return a @ b
+
+
 def float_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32, [N, K] [K, M] -> [N, M], for any dtype of both: products of bfloat16 are exact in float32, and
     their sums are never rounded to bfloat16. Not differentiable."""
     if a.dtype == torch.float32:
-        return a @ b
+        return product(a, b)
     if a.is_cuda and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=torch.float32)
     a, out = a.float(), torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
     for columns in chunks(b.shape[1], shape.WIDENED // len(b)):
-        torch.mm(a, b[:, columns].float(), out=out[:, columns])
+        out[:, columns] = product(a, b[:, columns].float())
     return out
 
 
@@ -312,7 +320,7 @@ class _KernelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
         # one number is kept for a cell of tokens, unless some are masked
-        wide = CELL if head.kernels.dtype == torch.bfloat16 and support is None else 1
+        wide = CELL if support is None else 1
         for rows in chunks(len(hidden), chunk * wide // len(weight)):
             if support is None:
                 result = head.logprobs(hidden[rows], targets[rows], temperature)
@@ -328,8 +336,8 @@ class _KernelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
-        if grads[0] is None and grads[1] is None:
-            return (None,) * 8
+        if (grads[0] is None and grads[1] is None) or not len(hidden):
+            return torch.zeros_like(hidden), *(None,) * 7
         head: Matrix = ctx.head
         k = head.kernels
         count, extra = len(hidden), -len(hidden) % 32  # products need whole tiles; rows of zeros have no gradient
@@ -339,14 +347,12 @@ class _KernelLogprobs(torch.autograd.Function):
         into, add = gradient_place(weight) if ctx.needs_input_grad[1] else (None, False)
         by_bias = torch.empty(bias.shape, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         by_hidden = torch.zeros(hidden.T.shape, dtype=torch.float32)  # all products here have the tokens as rows
-        rounded = k.dtype == torch.bfloat16
         context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
-        if rounded:
-            packed = k.pack([hidden])
-            turned = None if into is None else k.pack([hidden], transposed=True)
+        packed = k.pack([hidden])
+        turned = None if into is None else k.pack([hidden], transposed=True)
         for vocab in pieces(len(weight), ctx.chunk, len(hidden), least=32):
             part = weight[vocab]
-            logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
+            logits = k.gemm_float(part, packed)
             if bias is not None:
                 logits += bias[vocab, None]
             if ctx.support is not None:
@@ -354,16 +360,13 @@ class _KernelLogprobs(torch.autograd.Function):
                 logits[:, :count].masked_fill_(outside.T, OUTSIDE)
             grad = k.logprobs_backward(logits, *context, vocab.start)
             del logits  # before their gradient is packed, and before the next
-            if rounded:
-                if into is not None:
-                    multiply = k.gemm if add else k.gemm_float
-                    multiply(grad, turned, None, into[vocab])  # pyright: ignore
-                for rows in chunks(len(part), CACHED):
-                    k.outer(part[rows], k.pack([grad[rows]], transposed=True), by_hidden, True)
-            else:
-                if into is not None:
-                    into[vocab].addmm_(grad, hidden, beta=float(add))
-                by_hidden.addmm_(part.T, grad)
+            if into is not None and turned is not None:
+                if add:
+                    k.gemm(grad, turned, add_to=into[vocab])
+                else:
+                    k.gemm_float(grad, turned, into=into[vocab])
+            for rows in chunks(len(part), CACHED):
+                k.outer(part[rows], k.pack([grad[rows]], transposed=True), by_hidden, True)
             if by_bias is not None:
                 by_bias[vocab] = grad.sum(1, dtype=torch.float32)
             del grad

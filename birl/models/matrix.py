@@ -8,7 +8,6 @@ Shapes: T rows, N outputs, K inputs.
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +41,8 @@ class LastingMemory:
 
 
 class Matrix:
-    """Weights [N_i, K] concatenated along N, as one product. In bfloat16 by birl's kernel, in float32 by oneDNN, both
-    with weights packed once and again whenever they have changed."""
+    """Weights [N_i, K] concatenated along N, as one product by birl's kernel, packed once and again whenever they have
+    changed."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Matrix:
         self.memory = memory or LastingMemory()
         self.kernels, self.linears, self.halves, self.codes = kernels, linears, halves, codes
         self.names, self.active = names, active or Active()
-        self.packed: PackedWeight | Tensor | None = None
+        self.packed: PackedWeight | None = None
         self.bias: Tensor | None = None
         self.made_of: tuple[tuple[int, int], ...] = ()
 
@@ -73,26 +72,21 @@ class Matrix:
         """Weights, then biases."""
         return [m.weight for m in self.linears] + [m.bias for m in self.linears if m.bias is not None]
 
-    def layout(self) -> Any:
+    def layout(self) -> PackedWeight:
         """The weights packed for the product. `_version` counts most writes to a tensor; for the others call
         `weights_changed`."""
         now = tuple((p.data_ptr(), p._version) for p in self.parameters())
         if self.packed is None or now != self.made_of:
-            weights, old = self.weights, self.packed
-            if self.kernels.dtype == torch.bfloat16:
-                into = old if isinstance(old, PackedWeight) else self._room(sum(self.sizes), weights[0].shape[1])
-                pack = self.kernels.encode if self.codes else self.kernels.pack
-                self.packed = pack(weights, into=into, halves=self.halves)
-            else:
-                self.packed = None  # free the memory first
-                joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, 32)
+            weights = self.weights
+            into = self.packed or self._room(sum(self.sizes), weights[0].shape[1])
+            pack = self.kernels.encode if self.codes else self.kernels.pack
+            self.packed = pack(weights, into=into, halves=self.halves)
             self.bias = None if self.linears[0].bias is None else torch.cat([m.bias.detach() for m in self.linears])
             self.made_of = now
         return self.packed
 
     def _room(self, rows: int, columns: int) -> PackedWeight:
-        size, dtype = (coded_size, torch.int8) if self.codes else (packed_size, torch.bfloat16)
+        size, dtype = (coded_size, torch.int8) if self.codes else (packed_size, self.kernels.dtype)
         return PackedWeight(self.memory.take(size(rows, columns), dtype), rows, columns, self.halves)
 
     def stale(self) -> None:
@@ -101,73 +95,46 @@ class Matrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            if self.active.groups:  # rounded once: LoRA terms below half a step of the sum would be lost otherwise
-                return self.floats(x).to(x.dtype)
-            return self.kernels.gemm(x, packed, self.bias)
-        return self.extended(x, torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], ""))
+        if self.active.groups:  # rounded once: LoRA terms below half a step of the sum would be lost otherwise
+            return self.floats(x).to(x.dtype)
+        return self.kernels.gemm(x, self.layout(), self.bias)
 
     def extended(self, x: Tensor, y: Tensor) -> Tensor:
         """y = x W', plus the LoRA terms of the rows that have some."""
         if self.active.groups:
-            add_low_rank(self.active.groups, self.names, self.sizes, x, y, self.on_kernels)
+            add_low_rank(self.active.groups, self.names, self.sizes, x, y, self.kernels)
         return y
 
     @property
     def sizes(self) -> list[int]:
         return [m.out_features for m in self.linears]
 
-    @property
-    def on_kernels(self) -> Kernels | None:
-        """The kernels for products; None in float32, where these are PyTorch's."""
-        return self.kernels if self.kernels.dtype == torch.bfloat16 else None
-
     def add(self, x: Tensor, to: Tensor) -> None:
         """to += x W', to [T, N] float32."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            self.kernels.gemm(x, packed, self.bias, add_to=to)
-            self.extended(x, to)
-        else:
-            to += self(x)
+        self.kernels.gemm(x, self.layout(), self.bias, add_to=to)
+        self.extended(x, to)
 
     def floats(self, x: Tensor) -> Tensor:
         """x W' in float32."""
         packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            y = self.kernels.gemm_float(x, packed, self.bias)
-            if packed.halves:  # whose panels alternate
-                y = y.view(len(y), -1, 2, PANEL).transpose(1, 2).reshape(y.shape)
-            return self.extended(x, y)
-        return self(x)
+        y = self.kernels.gemm_float(x, packed, self.bias)
+        if packed.halves:  # whose panels alternate
+            y = y.view(len(y), -1, 2, PANEL).transpose(1, 2).reshape(y.shape)
+        return self.extended(x, y)
 
     def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """For a head: one token for each row of x [B, K], and its log-prob, sampled as `Kernels.sample` does."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            return self.kernels.head_sample(x, packed, self.bias, temperatures, uniforms)
-        return self.kernels.sample(self(x), temperatures, uniforms)
+        return self.kernels.head_sample(x, self.layout(), self.bias, temperatures, uniforms)
 
     def logprobs(self, x: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """For a head: log-prob of each row's target, log-normaliser and entropy, each [T], as in `Kernels.logprobs`."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            return self.kernels.head_logprobs(x, packed, self.bias, targets, temperature)
-        return self.kernels.logprobs(self(x), targets, temperature)
+        return self.kernels.head_logprobs(x, self.layout(), self.bias, targets, temperature)
 
     def by_input(self, grad: Tensor) -> Tensor:
         """grad W: the gradient with respect to the input, [T, N] -> [T, K]."""
-        weights = self.weights
-        if self.kernels.dtype == torch.bfloat16:
-            by_x = self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
-        else:
-            parts = zip(grad.split([len(w) for w in weights], 1), weights, strict=True)
-            by_x, *rest = (torch.mm(g, w) for g, w in parts)
-            for part in rest:
-                by_x += part
+        by_x = self.kernels.gemm(grad, self.kernels.pack(self.weights, transposed=True))
         if self.active.groups:
-            low_rank_by_input(self.active.groups, self.names, self.sizes, grad, by_x, self.on_kernels)
+            low_rank_by_input(self.active.groups, self.names, self.sizes, grad, by_x, self.kernels)
         return by_x
 
     def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
@@ -176,19 +143,11 @@ class Matrix:
         weights = [m.weight for m in self.linears]
         sizes = [len(w) for w in weights]
         if self.active.groups:
-            absorb_low_rank(self.active.groups, self.names, sizes, x, grad, self.on_kernels)
-        trained = [w.requires_grad for w in weights]
-        result: list[Tensor | None]
-        if not any(trained):
-            result = [None] * len(weights)
-        elif self.kernels.dtype == torch.bfloat16:
+            absorb_low_rank(self.active.groups, self.names, sizes, x, grad, self.kernels)
+        result: list[Tensor | None] = [None] * len(weights)
+        if any(w.requires_grad for w in weights):
             packed = self.kernels.pack([x], transposed=True)
             result = [outer(self.kernels, w, g, packed) for w, g in zip(weights, grad.split(sizes, 1), strict=True)]
-        elif all(trained) and not any(w.is_meta for w in weights):
-            result = [*torch.mm(grad.T, x).split(sizes)]
-        else:
-            parts = zip(weights, grad.split(sizes, 1), strict=True)
-            result = [deposit(w, torch.mm(g.T, x)) if w.requires_grad else None for w, g in parts]
         if self.bias is not None:
             sums = grad.sum(0, dtype=torch.float32).split(sizes)
             result += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]

@@ -3,9 +3,8 @@ several sequences are stored once and, by the kernels, read once.
 
 A slot stores the keys and values of one call of attention; most models have one slot for each layer, some call
 attention several times in a layer, or run a layer several times. A page holds 32 positions. For each slot: keys [pages,
-K, D, 32] (positions last: 32 scores at a time), values [pages, K, 32, D]. The bfloat16 kernels use another order within
-a page (kernels/gemm_attention.c). On a GPU keys have the shape of values, which its kernels read in order
-(paged_kernels.py).
+K, D, 32] (positions last: 32 scores at a time), values [pages, K, 32, D]. The CPU kernels use another order within a
+page (kernels/attention.c). On a GPU keys have the shape of values, which its kernels read in order (paged_kernels.py).
 """
 
 import math
@@ -90,13 +89,14 @@ class Cache:
         return self.keys[0].device.type != "cpu"
 
     def in_order(self, keys: Tensor, values: Tensor, pages: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of a slot in these pages [n], by position: [K, 32 n, D]. `packed`: stored in the bfloat16
-        kernels' order, tiles of 16 rows (or columns) by 32, in pairs (kernels/tile.h)."""
+        """Keys and values of a slot in these pages [n], by position: [K, 32 n, D]. `packed`: stored in the kernels'
+        order, tiles of 16 rows (or columns) by 32, in bfloat16 in pairs (kernels/tile.h)."""
         k, v = keys[pages].transpose(0, 1), values[pages].transpose(0, 1)
         heads, n, size = k.shape[0], len(pages), v.shape[3]
         if packed:
-            k = k.reshape(heads, n, 2, size // 32, 16, 16, 2).permute(0, 1, 2, 5, 3, 4, 6)
-            v = v.reshape(heads, n, size // 16, 16, 16, 2).permute(0, 1, 3, 5, 2, 4)
+            word = 4 // k.itemsize
+            k = k.reshape(heads, n, 2, size // 32, 32 // word, 16, word).permute(0, 1, 2, 5, 3, 4, 6)
+            v = v.reshape(heads, n, size // 16, 32 // word, 16, word).permute(0, 1, 3, 5, 2, 4)
         elif not self.positions_first:
             k = k.transpose(2, 3)
         return k.reshape(heads, n * PAGE, -1), v.reshape(heads, n * PAGE, -1)
@@ -215,7 +215,7 @@ class Paged:
         for first, count in () if self.mutual is None else self.mutual.of(window):
             end = int(self.lengths[first + count - 1])
             pages = self.table[first, : -(-end // PAGE)].long()
-            keys, values = self.cache.in_order(*kept, pages, packed and query.dtype == torch.bfloat16)
+            keys, values = self.cache.in_order(*kept, pages, packed)
             mask = visible(count, end, window, variant.chunk, [(0, count)])
             own = Area(0, slice(0, end), bias(mask.to(query.device)), causal=False)
             rows = query[first : first + count].transpose(0, 1)

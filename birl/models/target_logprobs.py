@@ -105,15 +105,15 @@ def drawn(
 
 def _kernels(model: nn.Module) -> Any:
     decoder = decoder_for(model)
-    return None if decoder is None else decoder.head.on_kernels
+    return None if decoder is None else decoder.kernels
 
 
 def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Gradient by logits -> gradient by hidden states; the head's weight is packed for it once."""
     decoder = decoder_for(model)
-    if decoder is not None and (k := decoder.head.on_kernels) is not None:
-        packed = k.pack(decoder.head.weights, transposed=True)
-        return lambda grad: k.gemm(grad, packed)
+    if decoder is not None:
+        packed = decoder.kernels.pack(decoder.head.weights, transposed=True)
+        return lambda grad: decoder.kernels.gemm(grad, packed)
     return lambda grad: float_product(grad, local(head(model).weight)).to(grad.dtype)
 
 

@@ -1,7 +1,9 @@
 """Invariants 2, 5 and 8: packing, micro-batches and masked tokens."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import FalconConfig, GPT2Config, OPTConfig
@@ -33,6 +35,19 @@ def gradients(batches: list[Batch]) -> tuple[dict[str, torch.Tensor], Stats]:
     for batch in batches:
         policy.forward_backward(batch, reinforce, stats)
     return {n: t.grad.clone() for n, t in policy.masters.tensors.items() if t.grad is not None}, stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_micro_batch_without_trained_tokens_has_no_gradient(dtype: torch.dtype) -> None:
+    samples, policy, stats = groups(3), learner(dtype), Stats()
+    nothing = [replace(s, mask=np.zeros_like(s.mask)) for s in samples]
+    batches = [*pack(nothing, [1.0] * len(nothing), 10_000), *pack(samples, [1.0] * len(samples), 10_000)]
+    assert not len(batches[0].source) and len(batches) == 2
+    policy.learn([(batch, reinforce) for batch in batches], stats)
+    alone = learner(dtype)
+    alone.learn([(batches[1], reinforce)], Stats())
+    for ours, theirs in zip(policy.masters.tensors.values(), alone.masters.tensors.values(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("capacity", [17, 40, 100])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from birl import kernels
 from birl.config import schema
 from birl.config.keys import presets
 from birl.config.load import load
@@ -184,7 +185,11 @@ def test_what_is_trained_is_what_was_sampled(tiny: Path, tmp_path: Path) -> None
     """Engine log-probs equal the learner's at the moment of the first update, in the loop itself."""
     run(tiny, tmp_path, "steps=4", "rollout.temperature=0.7")
     for step in log(tmp_path):
-        assert step["mismatch/mean"] < 1e-5 and abs(step["ratio/max"] - 1) < 1e-4 and step["staleness/max"] == 0
+        if kernels.problem():
+            assert step["mismatch/mean"] < 1e-5 and abs(step["ratio/max"] - 1) < 1e-4
+        else:
+            assert step["mismatch/mean"] == 0 and step["ratio/max"] == 1
+        assert step["staleness/max"] == 0
 
 
 def test_an_engine_with_other_weights_stops_the_run(
