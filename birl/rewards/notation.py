@@ -37,7 +37,7 @@ COUNTED = re.compile(
     rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)(?:\s|\\[ ,;:])*(?:\\text\{{\s*({'|'.join(MANY)})\s*\}}|\b({'|'.join(MANY)})\b)"
 )
 RULES = [
-    (re.compile(r"(\$\$|\\\[)\s*([^$]{0,999}?)\s*(\$\$|\\\])"), r"\1\2\3"),  # a formula on lines of its own
+    (re.compile(r"(?:\$\$|(?<!\\)\\\[)\s*([^$]{0,999}?)\s*(?:\$\$|\\\])"), r"$\1$"),  # a formula on lines of its own
     (re.compile(r"\\(?:display|text)style(?![a-z])\s*"), ""),
     (re.compile(r"\\(?:mathbb|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![a-z]))"), r"\\mathbb{\1\2}"),
     (re.compile(rf"(\\[dt]?frac)\{{\s*\\pm\s*({INNER})\}}"), r"\\pm\1{\2}"),

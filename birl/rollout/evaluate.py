@@ -90,6 +90,11 @@ def data_digest(tasks: Sequence[Task]) -> str:
 def own_k(task: Task) -> int:
     """The row's extra_info["pass@k"], 1 by default. Raises `BirlError`."""
     extra = task.columns.get("extra_info")
+    if isinstance(extra, str) and "pass@k" in extra:
+        raise BirlError(
+            f"{task.id}: extra_info is an object written as text, so its pass@k would be ignored. Write the object "
+            "itself, in JSONL or Parquet."
+        )
     value = extra.get("pass@k") if isinstance(extra, dict) else None
     if value is None:
         return 1

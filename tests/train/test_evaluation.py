@@ -67,7 +67,7 @@ def test_the_whole_counts_each_row_once_whatever_its_source_is_called() -> None:
     assert (found["validation/all/n"], found["validation/all/score"], found["validation/math/n"]) == (2.0, 0.5, 1.0)
 
 
-def group_of(*scores: float, extra: dict[str, int] | None = None, prompt: str = "x") -> Group:
+def group_of(*scores: float, extra: Any = None, prompt: str = "x") -> Group:
     answers = tuple(Trajectory(turns=(), reward=s, score=s, outcome=Outcome.OK) for s in scores)
     task = Task(id="", prompt=prompt, source="s", columns={"extra_info": extra} if extra else {})
     return Group(index=0, task=task, trajectories=answers, start_version=0)
@@ -155,6 +155,8 @@ def test_a_rows_own_number_of_answers_is_a_whole_one(wrong: object) -> None:
     with pytest.raises(BirlError, match=r"extra_info.pass@k is .*whole number from 1 to 100000"):
         plan([group_of(1.0, extra={"pass@k": wrong}).task], Validation(), 8).greedy_repeats  # noqa: B018
     assert own_k(group_of(1.0, extra={"pass@k": 4.0}).task) == 4 and own_k(group_of(1.0, extra={}).task) == 1
+    with pytest.raises(BirlError, match="extra_info is an object written as text"):
+        own_k(group_of(1.0, extra='{"pass@k": 4}').task)
 
 
 @pytest.mark.parametrize(("template", "said"), [(True, ""), (False, "no chat template")])
