@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
