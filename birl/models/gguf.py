@@ -119,8 +119,10 @@ def convert(source: Path, folder: Path) -> None:
                 f"Reading {source.name} needs more packages: pip install 'birl[gguf]'   ({error})"
             ) from error
         except Exception as error:  # a damaged file breaks the reader anywhere
+            unknown = "not supported" in str(error)  # its architecture, or its quantization
             raise BirlError(
-                f"{source} cannot be read as a GGUF model: {error or type(error).__name__}. Download it again."
+                f"{source} cannot be read as a GGUF model: {str(error).rstrip('.') or type(error).__name__}. "
+                + (ELSEWHERE if unknown else "Download it again.")
             ) from error
         from gguf import GGUFReader  # installed, or transformers could not have read the file
 
@@ -152,9 +154,15 @@ def factors(config: Any) -> "Tensor":
 
 def restore(source: Path, reader: Any, config: Any) -> None:
     """Set what transformers ignores of a file in its config of it: the rotary base of some architectures, the factors
-    of Llama 3. Raises `BirlError` for a rotary scaling that is not supported."""
+    of Llama 3, and the scale of attention that a file of Gemma implies. Raises `BirlError` for a rotary scaling that is
+    not supported."""
     import torch
 
+    if hasattr(
+        config, "query_pre_attn_scalar"
+    ):  # of Gemma 2 and 3, which llama.cpp tells from the size: 27B has others
+        heads = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = heads if config.num_hidden_layers in (46, 62) else config.head_dim
     told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope." in name}
     if "rope.freq_base" in told and "rope_theta" in (getattr(config, "rope_parameters", None) or {}):
         config.rope_parameters["rope_theta"] = float(told["rope.freq_base"])

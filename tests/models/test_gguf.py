@@ -14,8 +14,9 @@ import torch
 from birl.cli import main
 from birl.errors import BirlError
 from birl.models import gguf as cache
-from birl.models.load import load_model, load_tokenizer, resolve
+from birl.models.load import end_ids, load_model, load_tokenizer, resolve
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
+from tests.zoo import build
 
 gguf = pytest.importorskip("gguf", reason="needs `pip install 'birl[gguf]'`")
 
@@ -127,6 +128,52 @@ def test_a_converted_model_computes_the_same(source: Path) -> None:
         torch.testing.assert_close(
             load_model(folder)(ids).logits, tiny_model(heads=4, kv_heads=2)(ids).logits, atol=1e-5, rtol=0
         )
+
+
+def write_gemma(path: Path, model: Any) -> Path:
+    """As llama.cpp stores Gemma: a SentencePiece vocabulary, norms with their 1, no scale of attention."""
+    config, types = model.config, gguf.TokenType
+    words = dict.fromkeys(("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), types.CONTROL)
+    words |= {"<unk>": types.UNKNOWN} | {f"<0x{i:02X}>": types.BYTE for i in range(256)} | {"  ": types.USER_DEFINED}
+    words |= dict.fromkeys(["▁a", "an", "▁an", *map(chr, range(97, 123)), "▁"], types.NORMAL)
+    writer, (bos, eos, eot) = (
+        gguf.GGUFWriter(path, "gemma3"),
+        (list(words).index(w) for w in ("<bos>", "<eos>", "<end_of_turn>")),
+    )
+    for name, value in {
+        **{"block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings},
+        **{"embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size},
+        **{"head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads},
+        **{"key_length": config.head_dim, "layer_norm_rms_eps": config.rms_norm_eps, "tokenizer_model": "llama"},
+        **{"sliding_window": config.sliding_window, "token_list": list(words), "token_types": list(words.values())},
+        **{"token_scores": [-float(i) for i in range(len(words))], "add_space_prefix": False, "bos_token_id": bos},
+        **{"eos_token_id": eos, "eot_token_id": eot, "vocab_size": config.vocab_size},
+        "rope_freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+    }.items():
+        getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(str(names.get_name(name, (".weight",))), (tensor + ("norm" in name)).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_file_of_gemma_is_its_model(tmp_path: Path) -> None:
+    """Scores were scaled as those of models with heads of 256, and answers went on behind the end of their turn."""
+    options = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "vocab_size": 293}
+    model, ids = build("gemma3_text", **options), torch.arange(3, 90)[None]
+    folder = resolve(str(write_gemma(tmp_path / "m.gguf", model)), silent)
+    again, words = load_model(folder), load_tokenizer(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+    assert end_ids(again, words) == {1, 4}
+    for text in (" an apple", "a  b", "Grüße 🎲", "<start_of_turn>user"):
+        assert words.decode(words.encode(text, add_special_tokens=False)) == text
+    assert words.encode("an an")[-2:] == [words.convert_tokens_to_ids("an"), words.convert_tokens_to_ids("▁an")]
 
 
 def test_a_converted_tokenizer_splits_text_the_same_way(source: Path) -> None:
