@@ -12,8 +12,10 @@ text that the template appends to a reply is taken from the template, by compari
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +41,8 @@ BEGINS = (
     "such an answer is never sampled. Use another template (model.chat_template=hermes, or FILE.jinja)."
 )
 OTHER = "Take the model's own template, or another one (model.chat_template=FILE.jinja)."
+MOST_KEPT, LARGEST_KEPT = 64, 1 << 20  # rendered texts that are kept, and characters of one
+LONG_TEXT = 32  # characters: such a text does not occur in a rendering by chance
 TAIL = 16  # tokens at the end of a prompt that are checked for an opened thinking block
 
 
@@ -53,6 +57,7 @@ class Chat:
         self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
         self.noted = False  # the note that tools are written into messages was printed
         self.checked: set[Any] = set()  # shapes of conversations that the template renders completely
+        self.rendered: OrderedDict[bytes, str] = OrderedDict()  # the newest, with which the next turns begin
 
     @cached_property
     def without_tools(self) -> str:
@@ -280,8 +285,8 @@ class Chat:
         reply = self.parts(self.reply_text(reply_tokens), tools, opened)
         before, after = ([templates.as_dict(m) for m in talk] for talk in (history, messages))
         own = templates.as_dict(reply.message())
-        start = templates.text(self, before, tools)
-        whole = templates.text(self, [*before, own, *after], tools)
+        start = self._rendered(before, tools)
+        whole = self._rendered([*before, own, *after], tools)
         marked = templates.text(self, [*before, _marked(own), *after], tools)
         if not (whole.startswith(start) and marked.startswith(start)):
             raise HistoryRewritten(REWRITES)
@@ -290,8 +295,21 @@ class Chat:
             raise HistoryRewritten(REWRITES)
         if not _same(self.parts(whole[len(start) : len(whole) - len(glue)], tools, opened), reply):
             raise HistoryRewritten(REWRITES)
-        templates.check(self, [*before, own, *after], tools)
+        plain = [m["content"] for m in after if len(m["content"]) >= LONG_TEXT and not m.get("tool_calls")]
+        if len({text for text in plain if text in glue}) < len(after):  # else all is there: `start` was checked
+            templates.check(self, [*before, own, *after], tools)
         return glue
+
+    def _rendered(self, messages: Sequence[Dict], tools: Tools) -> str:
+        """Text of a conversation up to the next answer. The newest texts are kept: the next turn begins with one."""
+        key = sha256(repr((messages, tools)).encode(errors="surrogatepass")).digest()
+        if (made := self.rendered.pop(key, None)) is None:
+            made = templates.text(self, messages, tools)
+        if len(made) <= LARGEST_KEPT:
+            self.rendered[key] = made
+            if len(self.rendered) > MOST_KEPT:
+                self.rendered.popitem(last=False)
+        return made
 
     def _behind_mark(self, text: str, called: bool) -> str | None:
         cut = text.find(MARK)

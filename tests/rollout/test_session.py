@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from birl.errors import BirlError
 from birl.rollout.assemble import samples
 from birl.rollout.session import Limits, TooLong, checked, following
+from birl.text import chat, tools
 from birl.text.chat import Chat
 from birl.types import Message, Outcome, ToolCall, Trajectory, Turn
 from tests.rollout.scripted import CHAT, Scripted, session
 from tests.text.families import TOOLS, reply
 from tests.text.families import chat as family
 from tests.text.test_chat import with_template
+from tests.text.test_tools import QWEN
+from tests.tiny import tiny_tokenizer
 
 # Earlier questions are repeated in capitals.
 LOUD = (
@@ -268,3 +272,35 @@ async def test_parallel_questions_keep_their_order() -> None:
     talk = session(engine)
     await asyncio.gather(talk.ask((user("first"),)), talk.ask((user("second"),)))
     assert [CHAT.decode(t.completion.ids) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]
+
+
+async def test_a_turn_renders_its_history_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of the turn before is kept, and long new messages that it contains need no probe. The prompts are those
+    that are rendered without either."""
+    renderings = []
+    apply = tools._apply
+    monkeypatch.setattr(tools, "_apply", lambda *given: renderings.append(1) or apply(*given))
+
+    async def prompts() -> list[tuple[int, ...]]:
+        engine = Scripted([f"Reply {i}." for i in range(9)], Chat(tiny_tokenizer(template=QWEN)))
+        own, talk = session(engine, Limits(turns=9)), (user("Hi"),)
+        for i in range(9):
+            reply = await own.ask(talk, tools=[tools.TOOL])
+            talk = (*talk, reply, user(f"{i}: a new message of more than thirty-two characters"))
+        return engine.prompts
+
+    kept, first = await prompts(), len(renderings)
+    monkeypatch.setattr(chat, "LONG_TEXT", 1 << 20)
+    monkeypatch.setattr(chat, "MOST_KEPT", 0)
+    assert await prompts() == kept and first <= 30 < 40 < len(renderings) - first
+
+
+async def test_a_long_message_that_the_template_leaves_out_is_refused() -> None:
+    template = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    own = session(Scripted(["One.", "Two."], Chat(tiny_tokenizer(template=template))))
+    told = await own.ask((user("Hi"),))
+    with pytest.raises(BirlError, match="leaves out messages of role tool"):
+        await own.ask((user("Hi"), told, Message(role="tool", content="It is forty-two degrees in Oslo at noon.")))
