@@ -315,4 +315,6 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
     """Command and environment of a server."""
     env = environment(cpu=not one.gpu) | {"OMP_NUM_THREADS": str(one.threads)}
+    if wanted.method == NCCL:  # on one machine NCCL's ranks must agree: -2 is its own default, SGLang's is 0
+        env.setdefault("NCCL_CUMEM_ENABLE", "-2")
     return command(**common(engine, wanted, one), token=one.token, cpu=not one.gpu), env

@@ -1,4 +1,4 @@
-"""Servers that are to sleep are started so that they can."""
+"""Servers that are to sleep are started so that they can; other flags and variables of servers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,20 @@ def test_the_flag_comes_with_engine_sleep_on_a_gpu(kind, sleep: bool, gpu: bool)
     words, _ = kind.start(replace(keys, sleep=sleep), WANTED, one)
     assert (FLAGS[kind] in words) == (sleep and gpu)
     assert ("0.4" in words) == gpu  # of the memory, beside a learner
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "value"), [("nccl", None, "-2"), ("nccl", "1", "1"), ("reload", None, None)]
+)
+def test_sglang_has_nccls_default_for_buffers(monkeypatch, method: str, given: str | None, value: str | None) -> None:
+    """As the learner: SGLang sets 0 where there is nothing, and NCCL cannot map a buffer of the other kind."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", given)
+    keys = load(schema.RL, ["data.train=x.jsonl", "engine.kind=sglang"]).engine
+    one = Start(port=1, token="", number=0, threads=1, gpu=True, python="py")
+    _, env = sglang.start(keys, replace(WANTED, method=method), one)
+    assert env.get("NCCL_CUMEM_ENABLE") == value
 
 
 def test_vllms_own_parser_takes_the_command() -> None:
