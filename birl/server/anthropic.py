@@ -122,7 +122,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Answering) -> Anthropi
         raise invalid("stop_sequences", "must be a list of texts")
     choice = typed(data, "tool_choice", dict, {})
     words = {None: None, "auto": "auto", "none": "none", "any": "required"}
-    wanted = words.get(choice.get("type"), choice)
+    wanted = words.get(typed(choice, "type", str, None), choice)
     params = terms.params(data, visit.params, stop, "max_tokens")
     seen, form = terms.tools(openai_form(data, choice), tools, wanted)
     return AnthropicReply(

@@ -137,6 +137,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [  # of which dialect, what is as
     ("messages", {"top_k": 10**400}, "top_k"),
     ("messages", {"output_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+    ("messages", {"tool_choice": {"type": ["auto"]}}, "type"),
 ]
 
 
