@@ -4,6 +4,7 @@ Models in the hub's cache count as existing, so that no server is needed without
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from birl.regular import read_json
 
 SECONDS = 10.0  # timeout of a request to the hub
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+MOST, COUNTS = 2**16, re.compile("(layers?|blocks?|depth|heads?|experts)$")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -123,8 +125,11 @@ def check_weights(folder: Path, whole: bool = True) -> None:
         raise BirlError(f"{folder} is not a model folder: config.json is missing.{hint}")
     for file in (folder / "config.json", folder / "generation_config.json"):
         try:
-            if file.is_file() and not isinstance(read_json(file), dict):
+            content = read_json(file) if file.is_file() else {}
+            if not isinstance(content, dict):
                 raise ValueError("another type")
+            if key := too_many(content):
+                raise ValueError(f"{key} is larger than {MOST:,}")
         except (OSError, ValueError) as error:
             why = first_line(error)
             raise BirlError(f"{file} is not a valid JSON object: {why}. Download the model again.") from error
@@ -132,6 +137,19 @@ def check_weights(folder: Path, whole: bool = True) -> None:
         pickles = [f.name for f in folder.glob("*.bin")]
         hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""
         raise BirlError(f"{folder} has no weights: expected {' or '.join(WEIGHTS)}.{hint}")
+
+
+def too_many(config: dict[str, Any]) -> str:
+    """The key of a number of layers, heads or experts above `MOST`, at any depth, or "": transformers would make them
+    all, until no memory is left."""
+    rest = list(config.items())
+    while rest:
+        key, value = rest.pop()
+        if isinstance(value, dict):
+            rest += value.items()
+        elif isinstance(value, int | float) and value > MOST and COUNTS.search(key):
+            return key
+    return ""
 
 
 def is_local(key: str, path: str) -> bool:

@@ -8,6 +8,16 @@ from birl.config import peers
 from birl.config.keys import SHORTHANDS, documentation, presets, written
 from birl.config.schema import COMMANDS, Eval
 
+#: plain words for what keys of ours have as longer or other names
+WORDS = {
+    **dict.fromkeys(("gpu", "gpus", "n_gpus", "num_gpus", "world_size"), "parallel.fsdp parallel.ddp"),
+    **dict.fromkeys(("logdir", "output", "output_path", "out", "outdir", "out_dir", "workdir"), "run"),
+    **dict.fromkeys(("seq_len", "context_length", "max_len", "max_model_len"), "model.max_length"),
+    **dict.fromkeys(("async", "off_policy", "max_off_policy"), "rollout.max_staleness"),
+    **{"precision": "model.dtype", "vllm": "engine.kind", "sglang": "engine.kind", "answer": "data.answer_column"},
+    **{"step": "steps", "clip_range": "algorithm.clip_low algorithm.clip_high", "data.file": "data.train"},
+    **{"algorithm.kl_beta": "algorithm.kl_coef", "ent_coef": "algorithm.entropy_coef"},
+}
 ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # files of rows
 FILES = (*ROWS, ".gguf")
 
@@ -15,9 +25,9 @@ FILES = (*ROWS, ".gguf")
 def suggest(key: str, schema: type) -> str:
     """` Did you mean optimizer.lr?`, with the difference if the word is another system's; empty if no key is close."""
     result, theirs = nearest_keys(key, schema), peers.named(key)
-    about = next((row for row, one in theirs if set(result) & {one, *row.keys}), None)
+    about = next(((row, one) for row, one in theirs if set(result) & {one, *row.keys}), None)
     if result:
-        return f" Did you mean {' or '.join(result)}?{_differs(about, schema) if about else ''}"
+        return f" Did you mean {' or '.join(result)}?{_differs(*about, schema) if about else ''}"
     for row, one in theirs:
         for other, its in COMMANDS.items():
             if keys := [k for k in ((one,) if one else row.keys) if k in documentation(its)]:
@@ -25,13 +35,19 @@ def suggest(key: str, schema: type) -> str:
     return f" {theirs[0][0].peer}'s word, without a key here: {_in_terminal(theirs[0][0].note)}." if theirs else ""
 
 
-def _differs(row: peers.Row, schema: type) -> str:
-    """Difference from the other system's key; a note that equals the value of ours is its default."""
+def _differs(row: peers.Row, one: str, schema: type) -> str:
+    """Difference from the other system's key, of ours for `one` key; a note that equals the value of ours is its
+    default."""
     if not row.note:
         return ""
-    docs = documentation(schema)
-    default = any(key in docs and _same(written(docs[key].default), row.note) for key in row.keys)
-    return f" ({row.peer}'s word: {f'the default here is {row.note}' if default else _in_terminal(row.note)})"
+    docs, note = [documentation(one) for one in (schema, *COMMANDS.values())], row.note
+    if one in row.keys and note.count(", ") == len(row.keys) - 1:  # a note for each key
+        note = note.split(", ")[row.keys.index(one)]
+    keys = [one] if one in docs[0] else [key for key in row.keys if key in docs[0]]
+    if any(key in its and _same(written(its[key].default), note) for key in keys for its in docs):
+        ours = written(docs[0][keys[0]].default)  # the note may have another command's
+        note = f"the default here is {note if _same(ours, note) else ours}"
+    return f" ({row.peer}'s word: {_in_terminal(note)})"
 
 
 def _same(ours: str, note: str) -> bool:
@@ -54,9 +70,15 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     section, _, last = key.rpartition(".")
     same = [name for name in keys if name.rpartition(".")[2] == last]
     theirs = peers.named(key)
+    if plain := [name for name in WORDS.get(key, "").split() if name in keys]:
+        return plain
     if theirs and (section or not same):
         return _few(_keys(theirs, keys))  # may be empty: the message has the reason
     longer = [name for name in keys if section and name.startswith(f"{key}_")]
+    longer += [n for n in keys if section and n.startswith(f"{section}.") and last.endswith(f"_{n.rpartition('.')[2]}")]
+    if section and not same and not longer:  # lora.r, algorithm.beta: TRL's lora_r and beta
+        words = (f"{section}_{last}", last)
+        longer = [n for w in words for n in _keys(peers.named(w), keys) if n.startswith(f"{section}.")]
     result = [*same, *_keys(theirs, keys), *longer]
     if not result and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
         result = _keys(peers.ends_like(key), keys)

@@ -62,7 +62,8 @@ def pair_form(rows: Rows, config: schema.Pairs, preference: schema.Preference | 
             column_of(rows, name, (), key)
         except BirlError as error:
             raise BirlError(f"{error}{for_another(rows, 'dpo', 'rm')}") from error
-    return PairForm(config, column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column"))
+    # beside a prompt, `messages` may be the whole conversation with the chosen answer, as in UltraFeedback
+    return PairForm(config, column_of(rows, config.prompt_column, ("prompt", *PROMPTS), "data.prompt_column"))
 
 
 def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:

@@ -303,6 +303,8 @@ def for_another(rows: Rows, *commands: str) -> str:
     """Hint for an error message: the command that the rows are for; empty if it is one of `commands` or unknown."""
     names = set(rows.columns)
     answered = any(rows.has(name) for name in RESPONSES)
+    if "completions" in names:
+        return " Labels of single steps are not supported."
     if {"chosen", "rejected"} <= names:
         form, result = "Pairs of answers", ("dpo", "rm")
     elif "label" in names and answered:

@@ -27,7 +27,8 @@ SILENT = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_control", "betas", "vllm_xargs"),
         *("guided_decoding_backend", "mm_processor_kwargs", "detokenize", "add_generation_prompt", "usage"),
         *("prompt_cache_options", "access_programs", "background_options", "provider", "models", "route", "transforms"),
-        *("session_id", "inference_geo", "speed", "obfuscation"),
+        *("session_id", "inference_geo", "speed", "obfuscation", "trace", "debug", "extra_body"),
+        *("kv_transfer_params", "ec_transfer_params", "rid", "keep_alive", "ttl", "cache_prompt", "timings_per_token"),
     )
 )
 NOTED: dict[str, tuple[Any, ...]] = {  # values that request nothing
@@ -41,6 +42,8 @@ NOTED: dict[str, tuple[Any, ...]] = {  # values that request nothing
     **{"include_stop_str_in_output": (False,), "ignore_eos": (False,), "stop_token_ids": ([],), "documents": ([],)},
     **{"chat_template": (), "prediction": ({},), "add_special_tokens": (True,), "return_tokens_as_token_ids": (False,)},
     **{"output_format": ({}, {"type": "text"}), "truncate_prompt_tokens": (), "min_p": (0,), "best_of": (1,)},
+    **{"repeat_penalty": (0, 1), "min_new_tokens": (0,), "no_stop_trim": (False,), "thinking_token_budget": ()},
+    **{"separate_reasoning": (True,), "stream_reasoning": (True,), "reasoning_format": (), "safe_prompt": (False,)},
     **{"truncation": ("disabled",), "max_tool_calls": (), "moderation": (), "image": ({},)},
 }
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # accepted values, and why others are not

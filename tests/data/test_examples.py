@@ -197,6 +197,10 @@ PAIR_FORMS = {
         "rejected": [{"role": "assistant", "content": "Shanghai."}],
     },
 }
+PAIR_FORMS["UltraFeedback"] = PAIR_FORMS["conversations"] | {
+    "prompt": "Capital of China?",
+    "messages": PAIR_FORMS["conversations"]["chosen"],
+}
 
 
 @pytest.mark.parametrize("form", PAIR_FORMS)

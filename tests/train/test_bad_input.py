@@ -145,6 +145,13 @@ def add_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
 
 
+def many(name: str) -> Callable[[Path], None]:
+    """A count that would take all memory before it is compared with the weights."""
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {name: 10**9})
+    )
+
+
 def without(*names: str) -> Callable[[Path], None]:
     def remove(folder: Path) -> None:
         for name in names:
@@ -162,6 +169,7 @@ def without(*names: str) -> Callable[[Path], None]:
         (without("tokenizer.json"), ["model has no tokenizer", "tokenizer.json"]),
         (damage, ["model/model.safetensors is damaged", "Download or convert"]),
         (break_config, ["config.json", "not a valid JSON"]),
+        (many("num_hidden_layers"), ["config.json", "num_hidden_layers is larger than 65,536"]),
         (add_layer, ["do not belong to its config.json", "missing model.layers.2"]),
         (without("chat_template.jinja"), ["chat.jsonl, row 1", "no chat template", "model.chat_template=FILE"]),
     ],
