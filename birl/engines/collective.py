@@ -139,7 +139,8 @@ class BroadcastGroup:
         except TimeoutError as error:
             raise self._failed(f"it took longer than {self.invitation.timeout:g} s") from error
         except (RuntimeError, OSError) as error:  # torch's own errors are all RuntimeError
-            raise self._failed(first_line(error)) from error
+            cause = str(error).partition("Last error:\n")[2].splitlines()[:1]  # NCCL's own words
+            raise self._failed(": ".join([first_line(error), *cause])) from error
         finally:
             self._waits.discard(future)
 

@@ -331,6 +331,25 @@ def test_an_error_of_nccl_is_no_broadcast() -> None:
     group.close()
 
 
+async def test_nccls_own_words_are_told() -> None:
+    """Here PyTorch's error of two environments with different versions: its first line says "invalid usage"."""
+    words = (
+        "NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        "Mismatched NCCL version detected : rank 1 version 22809 rank 0 version 22907\nException raised from create"
+    )
+
+    def fail() -> None:
+        raise RuntimeError(words)
+
+    given = Invitation(store="h:1", group="g", rank=0, size=2, backend="nccl", timeout=5, bucket_mb=1, tensors=())
+    group = collective.BroadcastGroup(given, CPU)
+    group._open = fail
+    with pytest.raises(WeightsFailed, match=r"invalid usage .*: Mismatched NCCL version detected : .* 22907$"):
+        await group.open()
+    group.close()
+
+
 async def test_it_listens_on_loopback_only() -> None:
     assert own_address("127.0.0.1") == own_address("localhost") == "127.0.0.1" and own_address("::1") == "::1"
     there = There()

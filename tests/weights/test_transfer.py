@@ -62,6 +62,9 @@ def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
         def ncclGetErrorString(self, code: int) -> bytes:
             return b"remote process exited"
 
+        def ncclGetLastError(self, comm: None) -> bytes:
+            return b"socket of rank 1 is closed"
+
     stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
     monkeypatch.setattr(vllm, "library", Library)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -74,7 +77,7 @@ def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group.broadcast(flat, 0).is_completed()
     assert seen[3] == ("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), 12, vllm.UINT8, 0, group.comm, 7)
     group.comm.value = 1
-    with pytest.raises(RuntimeError, match="ncclCommAbort: remote process exited"):
+    with pytest.raises(RuntimeError, match=r"ncclCommAbort: remote process exited\n.*\nsocket of rank 1 is closed"):
         group.abort()
     group.abort()  # once
     assert [name for name, *_ in seen].count("ncclCommAbort") == 1

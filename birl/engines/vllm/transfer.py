@@ -102,7 +102,7 @@ def library() -> Any:
         result = ctypes.CDLL("libnccl.so.2" if torch.version.hip is None else "librccl.so.1")
         for name, types in CALLS.items():
             getattr(result, name).argtypes = types
-        result.ncclGetErrorString.restype = ctypes.c_char_p
+        result.ncclGetErrorString.restype = result.ncclGetLastError.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise BirlError(
             f"weights.method=nccl: NCCL cannot be loaded ({error}): install PyTorch for CUDA, or use reload."
@@ -117,7 +117,8 @@ def call(name: str, *args: Any) -> None:
 
 def check(name: str, code: int) -> None:
     if code not in (SUCCESS, IN_PROGRESS):
-        raise RuntimeError(f"{name}: {library().ncclGetErrorString(code).decode()}")
+        cause = (library().ncclGetLastError(None) or b"").decode()
+        raise RuntimeError(f"{name}: {library().ncclGetErrorString(code).decode()}\nLast error:\n{cause}")
 
 
 def unique_id() -> bytes:
