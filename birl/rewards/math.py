@@ -160,8 +160,8 @@ def _equal(want: list[Any], answers: list[Any]) -> bool:
 
 def _same_equation(wanted: Any, stated: Any) -> bool:
     """Whether the differences of both sides are multiples of each other: math-verify solves equations one way only."""
-    if not (isinstance(wanted, sympy.Eq) and isinstance(stated, sympy.Eq)):
-        return False
+    if not all(isinstance(e, sympy.Eq) and all(isinstance(a, sympy.Expr) for a in e.args) for e in (wanted, stated)):
+        return False  # x = [0, 1] is an Eq, too
     one, other = (e.lhs - e.rhs for e in (wanted, stated))  # pyright: ignore
     return one.free_symbols == other.free_symbols and same_at_points(one, other, scaled=True)
 

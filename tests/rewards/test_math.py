@@ -184,7 +184,8 @@ x<-1 \text{ or } x>2 § $(-\infty,-1)\cup(2,\infty)$ § $x>2 \text{ or } x<-1$ �
 even § $\boxed{\displaystyle \text{even}}$
 x^2+y^2=9 § $9 = x^2+y^2$ § $x^2+y^2-9=0$ §! $x^2+y^2=3$ §! 9 §! $x^2-y^2=9$
 3x-4y+5=0 § $4y = 3x+5$ § $6x-8y+10=0$ §! $3x-4y=5$ §! 0 §! \boxed{0}
-y=2x+3 § $2x-y+3=0$ §! $y=2x-3$
+y=2x+3 § $2x-y+3=0$ §! $y=2x-3$ §! \boxed{\vec{v}=(1,2)}
+x\in[0,1] § $x\in[0,1]$ §! \boxed{k=-1} §! \boxed{y=2x+3}
 y=x^{500}+2x §! $y=x^{500}+2x+1$
 """  # noqa: RUF001
 
