@@ -185,12 +185,12 @@ def check_names(names: Iterable[str], known: list[str]) -> None:
     raise BirlError(f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}.")
 
 
-def no_rows(math: bool) -> str:
-    """Error message for a Trainer without rows."""
+def no_rows(math: bool, example: str = '{"prompt": "What is 3 + 4?", "answer": "7"}') -> str:
+    """Error message for a Trainer without rows. `example`: a row."""
     reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
     return (
         'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
-        f'name, a datasets.Dataset or a list of rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}.{reward}'
+        f"name, a datasets.Dataset or a list of rows such as {example}.{reward}"
     )
 
 
@@ -199,6 +199,8 @@ def listed(rewards: Any) -> list[Reward]:
     if not isinstance(result, list | tuple) or not all(isinstance(f, str) or callable(f) for f in result):
         raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
     for one in result:
+        if isinstance(one, type):
+            raise BirlError(f"reward_funcs: {one.__name__} is a class; give a function, or an object of it.")
         path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
         if hasattr(one, "state_dict") or path == one:
             raise BirlError(

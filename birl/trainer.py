@@ -335,6 +335,7 @@ class _Offline(Started):
 
     command = ""
     prefix = ""  # of TRL's config class
+    example = '{"prompt": "What is 3 + 4?", "chosen": "7", "rejected": "8"}'
 
     def __init__(
         self,
@@ -356,7 +357,7 @@ class _Offline(Started):
                 )
         model, overrides = model_path(model), keys_given(overrides)
         if train_dataset is None and "data.train" not in overrides:
-            raise BirlError(no_rows(False))
+            raise BirlError(no_rows(False, self.example))
         sources = {"data.train": sources_of(train_dataset), "data.validation": sources_of(eval_dataset)}
         theirs = trl.keys_of(args, names, model, schema, self.prefix)
         keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **fitting(theirs), **overrides}
@@ -369,6 +370,7 @@ class SFTTrainer(_Offline):
     """Supervised fine-tuning, as `birl sft`: SFTTrainer(model, rows, learning_rate=1e-5).train()."""
 
     command, prefix = "sft", "SFT"
+    example = '{"prompt": "What is 3 + 4?", "completion": "7"}'
 
 
 class DPOTrainer(_Offline):

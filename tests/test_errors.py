@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,22 @@ def test_no_escape_of_a_folder_or_a_model_reaches_the_terminal(
         cli.main(words)
         said = "".join(capsys.readouterr())
         assert "\x1b" not in said and "\u202e" not in said and "⟪U+001B⟫[2J" in said, words
+
+
+def test_ctrl_c_ends_a_conversation_at_its_prompt(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process waited for the line, which a thread was reading. A line that is not UTF-8 ended it."""
+    lines, waited = iter(["caf\udce9"]), list[str]()
+
+    def line(prompt: str) -> str:
+        for text in lines:
+            return text
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        waited.append(prompt)
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", line)
+    assert cli.main(["chat", str(tiny)]) == 130 and not waited
+    assert "This line is not UTF-8" in capsys.readouterr().out

@@ -41,13 +41,13 @@ def run(words: list[str]) -> int:
     settings = read_section(Settings, keys, "")
     if "top_p" in keys and not settings.temperature:
         raise BirlError(f"top_p={keys['top_p']}: has no effect because temperature=0 is greedy; set a temperature.")
-    check_model("model.path", target)
+    check_model("model", target)
     print(f"birl: loading {target}", file=sys.stderr, flush=True)  # importing torch takes seconds
     from birl.models.device import choose
     from birl.parallel.machine import compute_thread
 
-    with compute_thread(device=choose(settings.device, "device")) as compute:
-        asyncio.run(_converse(target, settings, compute))
+    with compute_thread(device=choose(settings.device, "device")) as compute, asyncio.Runner() as runner:
+        _converse(target, settings, compute, runner)
     return 0
 
 
@@ -56,7 +56,8 @@ def is_target(word: str) -> bool:
     return "=" not in word or word.startswith("model=") or is_model(word)
 
 
-async def _converse(target: str, settings: Settings, compute: Executor) -> None:
+def _converse(target: str, settings: Settings, compute: Executor, runner: asyncio.Runner) -> None:
+    """Read lines outside of the event loop, where Ctrl-C ends `input` at once, and answer them in it."""
     from birl.engine.open import open_engine
     from birl.learner.policy import DTYPES, load_policy
     from birl.models.load import cast
@@ -67,10 +68,7 @@ async def _converse(target: str, settings: Settings, compute: Executor) -> None:
     messages = [Message(role="system", content=settings.system)] if settings.system else []
     print("An empty line starts a new conversation, Ctrl-D ends.")
     try:
-        while True:
-            text = await asyncio.to_thread(_ask)
-            if text is None:
-                return
+        while (text := _ask()) is not None:
             if not text:
                 messages = messages[:1] if settings.system else []
                 continue
@@ -87,16 +85,21 @@ async def _converse(target: str, settings: Settings, compute: Executor) -> None:
                 messages.pop()
                 print(f"The context of {policy.context} tokens is exceeded. Shorten the text, or start again.")
                 continue
-            completion = await engine.generate(ids, params)
-            answer = completion.ids
+            answer = runner.run(engine.generate(ids, params)).ids
             messages.append(policy.chat.parse(answer, prompt=ids))
             print(visible(policy.chat.reply_text(answer)))
     finally:
-        await engine.close()
+        runner.run(engine.close())
 
 
 def _ask() -> str | None:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return None
+    """A line of standard input; None at its end."""
+    while True:
+        try:
+            text = input("> ").strip()
+            text.encode()
+            return text
+        except EOFError:
+            return None
+        except UnicodeError:
+            print("This line is not UTF-8. Type it again.")

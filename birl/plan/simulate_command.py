@@ -14,12 +14,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from birl.errors import BirlError, did_you_mean, first_line
+from birl.errors import BirlError, did_you_mean, first_line, placed
 from birl.plan.fleet import Draws
 from birl.plan.run_figures import from_run
 from birl.plan.scenario import COMPONENTS, SECTIONS, Scenario, checked, source
 from birl.plan.sweep import Row, best_of, compare, compared_with, sweep
 from birl.regular import read_text
+from birl.track.units import counted
 
 LITTLE = 0.05  # share of the time; with less waiting a split is balanced
 
@@ -118,8 +119,7 @@ def render(
         its = [r for r in rows if r.gpus == result.gpus]
         lines += [
             "",
-            f"{result.gpus:,} GPU{'s' * (result.gpus > 1)}, {result.prompts:,} prompts x {scenario.run.group_size} "
-            "a step",
+            f"{counted(result.gpus, 'GPU')}, {counted(result.prompts, 'prompt')} x {scenario.run.group_size} a step",
             HEAD,
         ]
         lines += [_line(row, row is result) for row in its]
@@ -146,12 +146,12 @@ def _waits(row: Row) -> str:
 
 
 def _verdict(row: Row, rows: list[Row]) -> str:
-    what = "shared" if row.shared else f"{row.engines:,} engines + {row.learners:,} learners"
+    what = "shared" if row.shared else f"{counted(row.engines, 'engine')} + {counted(row.learners, 'learner')}"
     text = f"Fastest: {what}, max_staleness {row.max_staleness}: {row.seconds_per_step:.4g} s a step"
     turns = [r for r in rows if r.max_staleness == 0]
     if row.max_staleness and turns:
         other = best_of(turns)
-        where = "on shared GPUs" if other.shared else f"with {other.engines:,} engines"
+        where = "on shared GPUs" if other.shared else f"with {counted(other.engines, 'engine')}"
         text += f", {other.seconds_per_step / row.seconds_per_step:.2f} times as fast as synchronous {where}"
     return text + "."
 
@@ -185,7 +185,8 @@ def read(words: list[str], base: Scenario | None = None) -> Scenario:
         elif Path(word).is_dir():
             scenario = merged(scenario, from_run(Path(word)), "measured")
         else:
-            scenario = merged(scenario, _file(Path(word)), f"given in {Path(word).name}")
+            with placed(word):
+                scenario = merged(scenario, _file(Path(word)), f"given in {Path(word).name}")
     return checked(scenario)
 
 
@@ -258,6 +259,6 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     name, dot, rest = key.partition(".")
     if not dot:
         owners = [s for s in SECTIONS if hasattr(getattr(Scenario(), s), key)]
-        hint = f" Did you mean {owners[0]}.{key}?" if owners else ""
+        hint = f" Did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?" if owners else ""
         raise BirlError(f"{key}: keys have a section ({', '.join(SECTIONS)}), as in engine.max_batch=64.{hint}")
     return {name: {rest: value}}

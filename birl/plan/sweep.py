@@ -60,8 +60,8 @@ def sweep(scenario: Scenario, gpus: int, draws: Draws, report: Callable[[str], N
         result.append(row(gpus // its.engine.gpus, gpus // its.learner.gpus, 0, shared=True))
     if not staleness or not (possible or result):
         raise BirlError(
-            f"{gpus} GPUs can not be split: an engine takes engine.gpus={its.engine.gpus}, a learner learner.gpus="
-            f"{its.learner.gpus}."
+            f"run.gpus={gpus} cannot be split{f' with run.engines={[*its.run.engines]}' * bool(its.run.engines)}: an "
+            f"engine takes engine.gpus={its.engine.gpus}, a learner learner.gpus={its.learner.gpus}."
             if staleness
             else f"sync.every={its.sync.every} needs run.max_staleness of at least {its.sync.every - 1}."
         )

@@ -61,8 +61,11 @@ def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]
     flags, rest = taken("reproduce", words, (SEED, DRY))
     more, names = [word for word in rest if "=" in word], [word for word in rest if "=" not in word]
     for word in more:
-        if word.startswith("seed="):
-            raise BirlError(f"{word}: write --seed {word.removeprefix('seed=')}")
+        key, _, value = word.partition("=")
+        if key == "seed":
+            raise BirlError(f"{word}: write --seed {value}")
+        if key in ("run", "output"):
+            raise BirlError(f"{word}: leave it out; results are in {FOLDER}/NAME/seed-N of the current folder.")
     if len(names) > 1:
         raise BirlError(f"birl reproduce takes one recipe at a time, got {', '.join(names)}")
     if not names and (more or flags):

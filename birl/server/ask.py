@@ -144,8 +144,8 @@ def choices(data: Mapping[str, Any]) -> int:
 
 def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     given = data.get("stop")
-    result = [given] if isinstance(given, str) else typed(data, "stop", list, [])
-    if not all(isinstance(s, str) for s in result):
+    result: Any = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(result, list) or not all(isinstance(s, str) for s in result):
         raise invalid("stop", "must be a text or a list of texts")
     return tuple(result)
 

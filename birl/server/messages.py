@@ -106,4 +106,4 @@ def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
 
 
 def invalid(key: str, what: str) -> Refused:
-    return Refused(400, f"{key}: {what}.", param=key)
+    return Refused(400, f"{key}: {what}{'' if what.endswith(('?', '.')) else '.'}", param=key)

@@ -58,7 +58,7 @@ class Staging:
         """Return and clear the staged tensors of `version`."""
         self.sweep()
         if version != self.version or not self.tensors:
-            staged = "nothing is" if self.version is None else f"only version {self.version} is"
+            staged = f"only version {self.version} is" if self.tensors else "nothing is"
             raise WeightsFailed(
                 "missing", f"Version {version} was not staged ({staged}): PUT /stage/{version} first, or give a folder."
             )

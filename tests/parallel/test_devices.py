@@ -1,5 +1,6 @@
 """Each rank computes on a GPU of its own: `torch.cuda` with cards that only remember, in one process and in two."""
 
+import asyncio
 import json
 import os
 import re
@@ -148,7 +149,7 @@ def test_evaluations_and_conversations_compute_on_the_gpu_that_is_named(monkeypa
         seen.append(words[-1].submit(torch.cuda.current_device).result())
 
     monkeypatch.setattr(evaluation, "_run", instead)
-    monkeypatch.setattr(chat, "_converse", instead)
+    monkeypatch.setattr(chat, "_converse", lambda *words: asyncio.run(instead(*words[:-1])))
     evaluation.run(load(schema.Eval, ["data.validation=x.jsonl", "model.device=cuda:1"]))
     chat.run(["device=cuda:1"])
     assert seen == [1, 1]

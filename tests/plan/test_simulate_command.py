@@ -112,6 +112,7 @@ def test_the_measured_file_of_the_page_is_read(tmp_path: Path, capsys: pytest.Ca
         (["engine.batch=3"], "there is no such key"),
         (["engin.base=3"], "Did you mean engine"),
         (["max_batch=3"], "Did you mean engine.max_batch?"),
+        (["gpus=3"], "Did you mean engine.gpus or learner.gpus or run.gpus?"),
         (["engine=3"], "keys have a section"),
         (["engine.max_batch=1.5"], "must be a valid integer"),
         (["engine.max_batch=999999"], "no engine has more"),
@@ -120,8 +121,8 @@ def test_the_measured_file_of_the_page_is_read(tmp_path: Path, capsys: pytest.Ca
         (["engine.table={a: 1}"], "must map sequences"),
         (["engine.table={1: 0.1, 2: 0.05}"], "would take no time"),
         (["run.gpus=[]"], "run.gpus is empty"),
-        (["run.gpus=1", "run.max_staleness=1"], "can not be split"),
-        (["run.gpus=8", "run.engines=[8]"], "can not be split"),
+        (["run.gpus=1", "run.max_staleness=1"], "run.gpus=1 cannot be split: an engine takes"),
+        (["run.gpus=8", "run.engines=[8]"], "run.gpus=8 cannot be split with run.engines=[8]: an engine takes"),
         (["run.gpus=8", "sync.every=3", "run.max_staleness=1"], "needs run.max_staleness of at least 2"),
         (["episodes.wait=[3,1]"], "the least is above the most"),
         (["episodes.tokens=[[]]"], "at least one"),
@@ -153,3 +154,9 @@ def test_mistakes_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ):
         assert main(["plan", "--simulate", *words[:-1], str(tmp_path / words[-1])]) == 2
         assert part in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_file_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.json").write_text('{"engine": {"base": "x"}}')
+    assert main(["plan", "--simulate", str(tmp_path / "mine.json")]) == 2
+    assert "mine.json: engine.base='x': must be a number" in capsys.readouterr().err

@@ -144,6 +144,8 @@ def steps(run: Path) -> list[int]:
 def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "small", "--seed", "3", "--dry-run", "seed=3"]) == 2
     assert "write --seed 3" in capsys.readouterr().err
+    assert main(["reproduce", "small", "--dry-run", "run=mine"]) == 2  # it was ignored
+    assert "run=mine: leave it out; results are in runs/reproduce" in capsys.readouterr().err
     assert main(["reproduce", "small", "--seed=3", "--dry-run", "model.max_length=256"]) == 0
     said = capsys.readouterr().out
     assert not (place / "runs").exists()

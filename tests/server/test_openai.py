@@ -281,7 +281,7 @@ def test_what_cannot_be_kept_is_refused_by_name(client: openai.OpenAI, keys: dic
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **keys)
     assert caught.value.param == param, caught.value
-    assert len(caught.value.message) < 700
+    assert len(caught.value.message) < 700 and "?." not in caught.value.message
 
 
 @pytest.mark.parametrize("keys", [{"top_logprobs": 3}, {"top_logprobs": 21, "logprobs": True}])

@@ -98,7 +98,7 @@ def test_a_run_is_served(word: str, runs: Path) -> None:
             for words in ("serve", "eval data.validation=texts.jsonl", "plan")
         ],
         ("chat rm", "reward.model=rm"),
-        ("chat begun", "model.path=begun: the run has no checkpoint yet."),
+        ("chat begun", "model=begun: the run has no checkpoint yet."),
         ("rl data.train=texts.jsonl reward=model reward.model=begun", "reward.model=begun: the run has no checkpoint"),
         ("serve alone", "It is a checkpoint away from its run"),
         ("serve adapter", "It is an adapter alone"),

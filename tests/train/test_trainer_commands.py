@@ -51,7 +51,8 @@ def test_every_command_is_a_python_call(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: birl.SFTTrainer("x"), "train_dataset is None"),
+        (lambda: birl.SFTTrainer("x"), r'train_dataset is None.* "completion": "7"}'),
+        (lambda: birl.DPOTrainer("x"), r'train_dataset is None.* "chosen": "7"'),
         (lambda: birl.SFTTrainer("x", ROWS, num_generations=2), r"rollout\.group_size of `birl rl`"),
         (lambda: birl.SFTTrainer("x", ROWS, dataset_text_field="body"), "dataset_text_field='body' is not taken.*name"),
         (lambda: birl.SFTTrainer("x", ROWS, callbacks=[1]), r"callbacks=\[1\] is not taken"),

@@ -205,6 +205,7 @@ def test_names_of_trl_and_mrl_are_parameters(names: dict[str, Any], key: str, va
         ({"env": "gues_number"}, "env.kind=gues_number: must be single_turn"),
         ({"env": 5}, "env.kind=given:int: a int; give a class or a function, or the name of one"),
         ({"env": None}, "env=None: leave it out"),
+        ({"reward_funcs": [dict]}, "reward_funcs: dict is a class; give a function, or an object of it"),
         ({"overrides": {"env.kind": "given:MyEnv"}}, "env.kind=given:MyEnv: was handed over by a Python program"),
         ({"num_rollout_workers": "two"}, "num_rollout_workers='two': it needs to be a whole number"),
     ],
