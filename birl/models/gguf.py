@@ -97,11 +97,17 @@ def make(source: Path, target: Path, write: Callable[[Path, Path], None]) -> Non
 def convert(source: Path, folder: Path) -> None:
     """Write the weights as float32 safetensors, and the tokenizer with the pre-tokenizer that the file only names."""
     import torch
+    import transformers
+    from packaging.version import Version
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
 
     from birl.models.load import quiet  # which imports this module
 
+    if Version(transformers.__version__) < Version("5.18"):  # it splits and decodes texts in another way
+        raise BirlError(
+            f"{source} needs transformers 5.18 or newer, not {transformers.__version__}: pip install -U transformers"
+        )
     options = {"gguf_file": source.name}
     # transformers' own switch does not disable this progress bar
     with quiet(), patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, desc: tensors):
@@ -158,9 +164,7 @@ def restore(source: Path, reader: Any, config: Any) -> None:
     not supported."""
     import torch
 
-    if hasattr(
-        config, "query_pre_attn_scalar"
-    ):  # of Gemma 2 and 3, which llama.cpp tells from the size: 27B has others
+    if hasattr(config, "query_pre_attn_scalar"):  # Gemma 2 and 3: llama.cpp tells those of 27B from their layers
         heads = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = heads if config.num_hidden_layers in (46, 62) else config.head_dim
     told = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope." in name}

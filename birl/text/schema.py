@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from transformers.utils import chat_template_utils as foreign
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -22,6 +23,13 @@ def tool(function: Callable[..., Any]) -> dict[str, Any]:
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inspect.signature(function).parameters.values()):
         raise BirlError(f"The tool {name} takes *args or **kwargs, which have no schema. Name each argument.")
     try:
+        for hint in (part for whole in get_type_hints(function).values() for part in (whole, *get_args(whole))):
+            if (
+                isinstance(hint, type)
+                and hint is not dict
+                and foreign._get_json_schema_type(hint) == {"type": "object"}
+            ):
+                raise TypeHintParsingException(f"{hint} needs transformers 5.23, which reads Enum; or typing.Literal.")
         result = get_json_schema(function)
     except DocstringParsingException as error:
         raise BirlError(f"The tool {name}: {_line(error)} {ARGS}") from error

@@ -121,6 +121,12 @@ def test_what_transformers_passes_over_is_refused(change: dict[str, Any], messag
         resolve(str(write_gguf(tmp_path / "m.gguf", **change)), silent)
 
 
+def test_transformers_that_reads_other_texts_is_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(BirlError, match=r"tiny\.gguf needs transformers 5\.18 or newer, not 5\.17\.0"):
+        cache.converted(source, silent)
+
+
 def test_a_converted_model_computes_the_same(source: Path) -> None:
     folder = resolve(str(source), silent)
     ids = torch.arange(3, 40)[None]

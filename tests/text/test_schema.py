@@ -53,6 +53,14 @@ def test_a_signature_and_a_docstring_make_a_schema() -> None:
     }
 
 
+def test_an_enum_is_refused_where_transformers_makes_an_object_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.23: the model was not told the choices."""
+    foreign = "transformers.utils.chat_template_utils._get_json_schema_type"
+    monkeypatch.setattr(foreign, lambda kind: {"type": {float: "number", str: "string"}.get(kind, "object")})
+    with pytest.raises(BirlError, match=r"tool measure: .*Unit.* needs transformers 5\.23"):
+        tool(measure)
+
+
 def test_methods_leave_out_themselves_and_schemas_are_rendered() -> None:
     class World:
         def look(self, place: str) -> str:
