@@ -36,6 +36,14 @@ def large(expression: Any) -> bool:
     )
 
 
+def joins_logs(one: Any, other: Any) -> bool:
+    """Whether sympy would turn n log(2) into log(2^n) with a large n, which may be in the other expression."""
+    both = [e for e in (one, other) if isinstance(e, sympy.Basic)]
+    parts = [part for e in both for part in sympy.postorder_traversal(e) if isinstance(part, sympy.Expr)]
+    numbers = [part.evalf(5) for part in parts if part.is_number] if any(e.has(sympy.log) for e in both) else []
+    return any(n.is_comparable and not abs(n) <= LARGEST for n in numbers)
+
+
 def same_at_points(one: Any, other: Any, scaled: bool = False) -> bool:
     """Whether two expressions of the same variables agree to 40 digits at points near 1, or `scaled`: have the same
     ratio there, not 0: further away the highest power would hide all others."""

@@ -10,7 +10,7 @@ import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 
 from birl.errors import BirlError
-from birl.rewards.extent import large, near, same_at_points, unfinished
+from birl.rewards.extent import joins_logs, large, near, same_at_points, unfinished
 from birl.rewards.notation import plain, qualified
 from birl.rewards.text import THOUGHT
 
@@ -152,7 +152,7 @@ def _equal(want: list[Any], answers: list[Any]) -> bool:
         return False
     if unfinished(answers[0]):
         return bool(want[0] == answers[0])
-    if large(answers[0]) or large(want[0]):
+    if large(answers[0]) or large(want[0]) or joins_logs(want[0], answers[0]):
         return same_at_points(want[0], answers[0])
     right = verify(want, answers, allow_set_relation_comp=_is_range(want[0]), timeout_seconds=None)
     return (right and _close(want[0], answers[0])) or _same_equation(want[0], answers[0])

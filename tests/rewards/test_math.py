@@ -209,10 +209,11 @@ def test_ways_of_writing(line: str) -> None:
         r"$\frac{x^{999}-1}{x^{998}-1}$",
         r"$\sqrt{10^{9999}+1}$",
         r"$\tan(9^{99999})+\sin(8^{99999})$",
+        r"$10^{12}\ln 3$",
     ],
     ids=str.split,
 )
-@pytest.mark.parametrize("gold", ["7", r"\{1,2\}", r"2\sqrt{3}", "x-1", r"\cos x"])
+@pytest.mark.parametrize("gold", ["7", r"\{1,2\}", r"2\sqrt{3}", "x-1", r"\cos x", r"\log_2 3"])
 def test_what_would_take_for_ever_is_wrong(answer: str, gold: str) -> None:
     assert math([answer], gold=[gold]) == [0.0]
 
