@@ -4,6 +4,7 @@ stage   read the new tensors beside the old ones, compare names, shapes, dtypes 
 swap    copy them over the old ones (compute thread, between two steps), and compute the digests of the result
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class Weights:
             )
         check_age(update, self.version)
         use(device_of(self.model))  # runs in another thread, which would launch the digest kernel on the first GPU
-        result = dict(update.tensors) or read(Path(update.folder))
+        most = 4 * sum(p.nbytes for p in self.tensors.values()) + 2**24  # another type is told by name
+        result = dict(update.tensors) or read(Path(update.folder), most)
         check_layouts(
             f"Version {update.version} of the weights",
             {name: layout(t.shape, t.dtype) for name, t in result.items()},
@@ -96,17 +98,23 @@ def check_age(update: Update, held: int) -> None:
         raise WeightsFailed("stale", f"The engine has version {held} of the weights and was given {update.version}.")
 
 
-def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder. Raises `WeightsFailed`."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsFailed("missing", f"{folder} has no weights: no .safetensors file is there.")
+def read(folder: Path, most: float = math.inf) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder. Raises `WeightsFailed`, for files of more than `most` bytes before they are
+    read."""
     result: dict[str, Tensor] = {}
     try:
+        files = sorted(folder.glob("*.safetensors"))
+        size = sum(check(inside(folder, file.name)) or file.stat().st_size for file in files)
+        if not files or size > most:
+            what = (
+                f"{size:,} bytes of weights, far more than the model" if files else "no weights: no .safetensors file"
+            )
+            raise WeightsFailed("mismatch" if files else "missing", f"{folder} has {what}.")
         for file in files:
-            check(inside(folder, file.name))
             with safe_open(file, framework="pt") as opened:
                 result |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except WeightsFailed:
+        raise
     except (SafetensorError, OSError, BirlError) as error:
         raise WeightsFailed("truncated", f"{folder}: {first_line(error)}") from error
     return result

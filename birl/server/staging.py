@@ -104,6 +104,8 @@ class Adapters:
             if a.shape[1] != own.in_features or b.shape != (own.out_features, len(a)) or b.dtype != a.dtype:
                 raise BirlError(f"adapters/{name}: {layer} has other shapes: {list(a.shape)} and {list(b.shape)}.")
             factors[layer] = Factors(a.to(self.base.device), b.to(self.base.device))
+        if not factors:
+            raise BirlError(f"adapters/{name[:80]}: it has no tensors.")
         self.held[name] = AdapterWeights(next(NUMBERS), factors)
         while len(self.held) > 1 and sum(a.nbytes for a in self.held.values()) > self.most:
             self.held.popitem(last=False)

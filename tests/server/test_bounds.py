@@ -291,6 +291,14 @@ def test_loading_what_cannot_be_read_stops_nobody(tmp_path_factory: pytest.TempP
     with running(tiny_model_folder(folder / "tiny"), request_timeout=0.5) as server:
         reply = server.http.post("/load", json={"version": 1, "folder": str(folder)})
         assert reply.status_code == 409 and "a named pipe" in reply.json()["error"]["message"], reply.text
+        with (folder / "big.safetensors").open("wb") as file:
+            file.truncate(2**26)
+        (folder / "model.safetensors").unlink()
+        for path, said in ((str(folder), "67,108,864 bytes of weights, far more"), ("a" * 5000, "File name too long")):
+            reply = server.http.post("/load", json={"version": 1, "folder": path})
+            assert reply.status_code == 409 and said in reply.json()["error"]["message"], reply.text
+        reply = server.http.put("/adapters/x", content=b"\2\0\0\0\0\0\0\0{}")
+        assert reply.status_code == 400 and "it has no tensors" in reply.json()["error"]["message"], reply.text
         go, weights = threading.Event(), server.service.engine.weights
         monkeypatch.setattr(weights.__class__, "stage", lambda *_: go.wait(20))
         late: list[httpx.Response] = []
