@@ -1,6 +1,7 @@
 """Names and addresses of this machine."""
 
 import ipaddress
+import os
 import socket
 from contextlib import suppress
 
@@ -43,6 +44,19 @@ def interface(host: str) -> str:
                 if socket.inet_ntoa(fcntl.ioctl(asks, address_of, name.encode().ljust(40, b"\0"))[20:24]) == own:
                     return name
     return ""
+
+
+def token_for(host: str) -> str:
+    """BIRL_TOKEN, of a server at this host; it may be empty on the loopback. Raises `BirlError`."""
+    token = os.environ.get("BIRL_TOKEN", "")
+    if not is_loopback(host) and not token:
+        raise BirlError(
+            f"host={host}: others could reach the server, so it needs a token: set the environment variable "
+            "BIRL_TOKEN, or leave host at 127.0.0.1."
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
+    return token
 
 
 def bind(host: str, port: int) -> socket.socket:

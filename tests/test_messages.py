@@ -238,6 +238,7 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("dpo data.train=votes.jsonl", "set preference.loss=kto"),
         ("rm data.train=votes.jsonl", "Answers with a label are for `birl dpo preference.loss=kto`."),
         ("sft data.train=votes.jsonl", "Answers with a label are for `birl dpo preference.loss=kto`."),
+        ("serve model=small.gguf host=0.0.0.0", "so it needs a token"),
         ("serve model=hollow", "hollow is not a model folder: config.json is missing"),
         ("rl DATA model=mute", "mute has no tokenizer"),
         ("chat mute", "mute has no tokenizer"),

@@ -85,7 +85,10 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
     if os.environ.get("RANK", "0") != "0":
         return False
     if command in ("serve", "tinker"):  # only one of several ranks listens
-        load("birl.hosts").bind(config.host, config.port).close()
+        hosts = load("birl.hosts")
+        if command == "serve":
+            hosts.token_for(config.host)
+        hosts.bind(config.host, config.port).close()
     if command in TRAINING:
         folder = Path(run_folder(config, choices)).absolute()
         check_folder(folder, config, "--dry-run" in flags)

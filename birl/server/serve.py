@@ -27,7 +27,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache, open_engine
 from birl.engines import names
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.hosts import bind, is_loopback, own_address
+from birl.hosts import bind, own_address, token_for
 from birl.kernels.tensors import PAGE
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import choose
@@ -58,14 +58,7 @@ ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m
 
 def run(config: schema.Serve) -> int:
     """Serve until a signal; returns its exit code. Raises `BirlError` for mistakes known before the model is loaded."""
-    token = os.environ.get("BIRL_TOKEN", "")
-    if not is_loopback(config.host) and not token:
-        raise BirlError(
-            f"host={config.host}: others could reach the server, so it needs a token: set the environment variable "
-            "BIRL_TOKEN, or leave host at 127.0.0.1."
-        )
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
+    token = token_for(config.host)
     if config.name:
         names.folder(config.name)
     volume = Path(config.volume).expanduser()
