@@ -130,8 +130,8 @@ class Session:
         keep_end: bool = False,
     ) -> tuple[Message, Turn]:
         """As `ask`, with sampling parameters; also returns the recorded turn. `keep_end`: a text that continues an
-        answer keeps its end token, so that both are one sequence. The reply ends before a stop string of the request
-        (not of the run), as in other APIs; the recorded tokens include it."""
+        answer keeps its end token, so that both are one sequence. The reply ends before a stop string or token of
+        the request (not of the run), as in other APIs; the recorded tokens include it."""
         try:
             policy, engine = chosen(self.engine, policy, agent)
             names = agent or policy, policy
@@ -198,8 +198,11 @@ class Session:
         )
         if completion.stop is Stop.ABORT:
             raise Aborted
-        whole = self.reply(conversation, prompt, completion.ids, tools)
-        reply = before_stop(whole, own_stop)
+        whole, ids = self.reply(conversation, prompt, completion.ids, tools), completion.ids
+        if completion.stop is Stop.STOP and {*ids[-1:]} & {*params.stop_ids} - {*self.params.stop_ids}:
+            reply = before_stop(self.reply(conversation, prompt, ids[:-1], tools), own_stop)
+        else:
+            reply = before_stop(whole, own_stop)
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         key, talk = (following(t, kept) for t in (conversation, talk))
         self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))

@@ -104,6 +104,26 @@ def test_stop_strings_of_a_client_end_the_answer_and_not_the_sample() -> None:
     played(Stops(["oneSTOP", "twoSTOP"]), body)
 
 
+def test_a_stop_token_of_a_client_is_no_text() -> None:
+    """As on a server: the answer ends before it, and its sample contains it."""
+    (dot,) = CHAT.encode(".")
+
+    class Stops(Scripted):
+        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+            assert params.stop_ids == (dot,)
+            whole = await super().generate(prompt_ids, params, session)
+            return Completion.of(whole.ids[:-1], whole.logprobs[:-1], whole.versions[:-1], Stop.STOP)
+
+    async def body(here: Place) -> None:
+        asked = {"extra_body": {"stop_token_ids": [dot]}}
+        first = (await here.chat(**asked)).choices[0].message
+        said = [*HI, {"role": "assistant", "content": "one"}, *HI]
+        second = (await here.chat(said, **asked)).choices[0].message
+        assert (first.content, second.content, here.spoken()) == ("one", "two", ["one.two."])
+
+    played(Stops(["one.", "two."]), body)
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["the text has the stop string", "the text leaves it out"])
 def test_a_text_that_goes_on_behind_a_stop_string_has_it_once(told: bool) -> None:
     """As agents of the ReAct kind ask: the answer comes without the stop string, and their next text begins with it."""
