@@ -60,7 +60,7 @@ class Gateway:
         dialects = modules("REPLIES")
         self.replies = {route: reply for m in dialects for route, reply in m.REPLIES.items()}
         self.errors = [(path, m.error) for m in dialects if hasattr(m, "error") for _, path in m.REPLIES]
-        self._url = ""
+        self._url, self._lacking = "", False
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -68,13 +68,26 @@ class Gateway:
         """Listen on a free port."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle stays on
         sock.bind(("127.0.0.1", 0))
-        sock.listen(4096)
         routes = [Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]
-        self._server = uvicorn_server(Starlette(routes=routes), grace=1, backlog=4096)
+        # Without file descriptors asyncio reports `backlog` errors a second; the kernel's queue is set below.
+        self._server = uvicorn_server(Starlette(routes=routes), grace=1, backlog=16)
+        asyncio.get_running_loop().set_exception_handler(self._reported)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
+        sock.listen(4096)
         self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    def _reported(self, loop: asyncio.AbstractEventLoop, context: Body) -> None:
+        """Report errors of the loop as asyncio does, and a lack of file descriptors in one line."""
+        if "out of system resource" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif not self._lacking:
+            self._lacking = True
+            print(
+                "The process has no file descriptors left, so connections of agents wait. Raise the limit (ulimit -n), "
+                "or run fewer episodes at once (rollout.prompts, rollout.group_size).", flush=True,
+            )  # fmt: skip
 
     def enter(self, session: Session) -> str:
         """Register a session; returns its address, valid until `leave`."""

@@ -1,6 +1,9 @@
 """Addresses and answers of the gateway that end: with an episode, a client, an engine, or the room that there is."""
 
 import asyncio
+import os
+import resource
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +12,7 @@ import openai
 import pytest
 
 from birl.server import gateway as module
+from birl.server.connections import Patient
 from birl.types import Completion
 from tests.rollout.scripted import Scripted
 from tests.server.places import HI, Place, played
@@ -158,3 +162,35 @@ def test_parallel_requests_keep_apart() -> None:
         assert sorted(here.spoken()) == sorted(f"{i}.0{end}{i}.1{end}{i}.2{end}" for i in range(20))
 
     played(Scripted(says, delay=0.01), body, turns=60)
+
+
+def test_connections_wait_for_file_descriptors(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are answered once others have closed, and one line reports it: asyncio printed thousands of tracebacks."""
+    monkeypatch.setattr(Patient, "most", 1000)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def body(here: Place) -> None:
+        address, path = here.url.removeprefix("http://").partition("/")[::2]
+        host, port = address.split(":")
+        asked = f"GET /{path}/models HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        free = len(os.listdir("/proc/self/fd")) + 12
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        clients = [socket.create_connection((host, int(port))) for _ in range(9)]  # three are left for their other ends
+        try:
+            for client in clients:
+                client.setblocking(False)
+                client.sendall(asked)
+            loop = asyncio.get_running_loop()
+            for client in clients:
+                assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
+                client.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for client in clients:
+                client.close()
+
+    played(Scripted(["a"]), body)
+    said = "".join(capfd.readouterr())
+    assert said.count("has no file descriptors left") == 1 and "Traceback" not in said

@@ -20,8 +20,8 @@ DIFFER = ("reward=length", "reward.length_target=10")
 
 KINDS = {
     "reasoning_gym": ("env.task=chain_sum", "env.rows=8", *DIFFER),
-    "gem": ("env.task=game:GuessTheNumber-v0", "env.max_turns=2", *DIFFER),
-    "gem, cut": ("env.task=game:Minesweeper-v0-very-easy", "env.max_turns=1", *DIFFER),
+    "gem": ("env.task=game:GuessTheNumber-v0-easy", "env.max_turns=2", *DIFFER),
+    "gem, cut": ("env.task=game:Minesweeper-v0-easy", "env.max_turns=1", *DIFFER),
     "verifiers": ("env.task=envs.py", "env.parameters=[kind=turns]"),
     "openenv": (f"env.command={sys.executable} {SERVER} --port {{port}} --sessions 3", *DIFFER),
     "gymnasium": ("env.id=FrozenLake-v1", "env.max_turns=3", "env.invalid_reward=-0.1", *DIFFER),

@@ -19,7 +19,7 @@ KIND = "gem"
 class Gem:
     @dataclass(kw_only=True)
     class Config(Seeded):
-        task: str = "game:GuessTheNumber-v0"
+        task: str = "game:GuessTheNumber-v0-easy"
         """Environment name in GEM."""
         parameters: list[str] = field(default_factory=list[str])
         """Further arguments of `gem.make`: [max_turns=5]."""

@@ -43,7 +43,7 @@ def test_rewards_are_gems() -> None:
 
 def test_games_are_reproducible_when_others_are_played_meanwhile() -> None:
     """Mines are laid at the first move, from the global generator."""
-    made = world("gem", task="game:Minesweeper-v0-very-easy")
+    made = world("gem", task="game:Minesweeper-v0-easy")
 
     async def several(seeds: list[int]) -> list[str]:
         row = {"prompt": "x"}
