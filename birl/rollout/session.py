@@ -166,16 +166,13 @@ class Session:
                 "(model.max_length, at most the model's context)"
             )
         owner = owner_of(tools, agent)
-        own_stop = tuple(s for s in params.stop if s not in self.params.stop)
         self._open += 1
         try:
-            tell = not keep_end and "history" not in self.notes
             asked = tuple(self.known), self.chat, conversation, tools, owner, keep_end
-            work = partial(prompted, *asked, tell=tell)
+            work = partial(prompted, *asked, tell=not keep_end and "history" not in self.notes)
             long = characters(conversation) > LONG
             prompt, talk, what = await called(work, threads=PROMPTS) if long else work()
-            room = self.limits.tokens - len(prompt)
-            if room < 1:
+            if (room := self.limits.tokens - len(prompt)) < 1:
                 raise TooLong(
                     f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "
                     "(model.max_length, at most the model's context)"
@@ -193,16 +190,14 @@ class Session:
             self._open -= 1
         if self._closed:  # a call that the agent did not wait for: its reward is given already
             raise Aborted
-        turn = self._turns[number] = Turn(
-            prompt=np.array(prompt, np.int32), completion=completion, agent=agent, policy=policy
-        )
+        turn = Turn(prompt=np.array(prompt, np.int32), completion=completion, agent=agent, policy=policy)
+        self._turns[number] = turn
         if completion.stop is Stop.ABORT:
             raise Aborted
-        whole, ids = self.reply(conversation, prompt, completion.ids, tools), completion.ids
-        if completion.stop is Stop.STOP and {*ids[-1:]} & {*params.stop_ids} - {*self.params.stop_ids}:
-            reply = before_stop(self.reply(conversation, prompt, ids[:-1], tools), own_stop)
-        else:
-            reply = before_stop(whole, own_stop)
+        whole = reply = self.reply(conversation, prompt, completion.ids, tools)
+        if (shown := before_token(completion, params, self.params)) is not None:
+            reply = self.reply(conversation, prompt, shown, tools)
+        reply = before_stop(reply, params, self.params)
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         key, talk = (following(t, kept) for t in (conversation, talk))
         self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))
@@ -343,8 +338,15 @@ def following(conversation: Conversation, reply: Message, messages: tuple[Messag
     return (*conversation, reply, *messages)
 
 
-def before_stop(reply: Message, stop: Sequence[str]) -> Message:
-    """The reply up to the first of these strings, which may be in its thinking."""
+def before_token(completion: Completion, params: SamplingParams, own: SamplingParams) -> tuple[int, ...] | None:
+    """The answer up to the stop token of the request (`params`; `own`: the run's) that ended it; None if none did."""
+    ended = completion.stop is Stop.STOP and {*completion.ids[-1:]} & {*params.stop_ids} - {*own.stop_ids}
+    return completion.ids[:-1] if ended else None
+
+
+def before_stop(reply: Message, params: SamplingParams, own: SamplingParams) -> Message:
+    """The reply up to the first stop string of the request, which may be in its thinking."""
+    stop = [s for s in params.stop if s not in own.stop]
     texts = (min((t.partition(s)[0] for s in stop), key=len, default=t) for t in (reply.thinking, reply.content))
     return replace(reply, **dict(zip(("thinking", "content"), texts, strict=True)))
 
