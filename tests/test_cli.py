@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from birl import Trainer, __version__
+from birl import Trainer, __version__, cli
 from birl.cli import COMMANDS, main
 from birl.errors import BirlError
 from birl.jobs import job_names
@@ -315,3 +315,14 @@ def test_the_configured_commands_are_those_that_have_a_schema() -> None:
     from birl.config import schema
 
     assert (tuple(schema.TRAINING), tuple(schema.COMMANDS)) == (commands.TRAINING, commands.CONFIGURED)
+
+
+def test_a_torchvision_of_another_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's beside PyTorch for CPUs: transformers said that AttentionInterface cannot be imported."""
+    (tmp_path / "mismatched.py").write_text(
+        "try:\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+        "except RuntimeError as error:\n    raise ModuleNotFoundError('AttentionInterface') from error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BirlError, match=r"not the build for this PyTorch \(operator torchvision::nms does not exist\)"):
+        cli.load("mismatched")

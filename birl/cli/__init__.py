@@ -40,8 +40,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writes that do not
 
 
 def load(name: str) -> Any:
-    """Import a module. A signal meanwhile is raised as such, whatever the imported library makes of it: transformers
-    turns the exception into a ModuleNotFoundError."""
+    """Import a module. A signal meanwhile is raised as such, and a torchvision that does not fit as `BirlError`:
+    transformers turns both exceptions into a ModuleNotFoundError."""
     raised: list[type[KeyboardInterrupt]] = []
 
     def signalled(number: int, frame: FrameType | None) -> None:
@@ -58,6 +58,14 @@ def load(name: str) -> Any:
     except Exception as error:
         if raised:
             raise raised[-1] from error
+        cause: BaseException | None = error
+        while cause is not None and "operator torchvision::" not in str(cause):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise BirlError(
+                f"torchvision is not the build for this PyTorch ({cause}): install both from one place, as in "
+                "pip install torch torchvision --index-url URL, or remove it: pip uninstall torchvision"
+            ) from error
         raise
     finally:
         for number, handler in ours.items():  # asyncio compares SIGINT's handler with this one
