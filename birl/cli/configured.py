@@ -79,16 +79,16 @@ def run(command: str, words: list[str]) -> int:
 def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) -> bool:
     """Print the end of a run that has finished before; whether it has. Raises `BirlError` for what needs no torch."""
     from birl.config.load import run_folder
+    from birl.hosts import bind, token_for
     from birl.preflight import check_folder, check_names, ended
 
     check_names(config)
     if os.environ.get("RANK", "0") != "0":
         return False
     if command in ("serve", "tinker"):  # only one of several ranks listens
-        hosts = load("birl.hosts")
         if command == "serve":
-            hosts.token_for(config.host)
-        hosts.bind(config.host, config.port).close()
+            token_for(config.host)
+        bind(config.host, config.port).close()
     if command in TRAINING:
         folder = Path(run_folder(config, choices)).absolute()
         check_folder(folder, config, "--dry-run" in flags)
