@@ -43,6 +43,7 @@ DENIED = re.compile(rf"\D*(?:\bnot\s+|\\neq?(?![a-z])\s*|\u2260\s*)[-+$]*{NUMERA
 BASED = re.compile(rf"{NUMERAL.pattern}_(?:(\d)|\{{(\d+)\}})")
 AND = re.compile(r"\s+(?:and|or)\s+")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+BOUNDS = (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 BOUND = {(True, False), (False, True)}  # sides of x < 2: whether they are a symbol, a number
 # four letters and more, or fewer with a vowel that is no usual name of a variable: yes, no, odd; but not xyz
 WORD = re.compile(r"(?:[^\W\d_]{4,}|(?=[^\W\d_]*[eiou])[^\W\d_]{2,3})(?:[ '-]+[^\W\d_]+)*")
@@ -238,8 +239,8 @@ def _parse(text: str, *how: Any) -> list[Any]:
 
 def _joined(expression: Any) -> Any:
     """x < 1 or x > 2, which math-verify reads as a set of relations, as a union of intervals."""
-    parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
-    simple = (p for p in parts if isinstance(p, sympy.Rel) and {(a.is_Symbol, a.is_number) for a in p.args} == BOUND)
+    parts = expression.args if isinstance(expression, sympy.FiniteSet) and len(expression.free_symbols) == 1 else ()
+    simple = (p for p in parts if isinstance(p, BOUNDS) and {(a.is_Symbol, a.is_number) for a in p.args} == BOUND)
     bounds = [p.as_set() for p in simple]  # pyright: ignore
     return sympy.Union(*bounds) if bounds and len(bounds) == len(parts) else expression
 
