@@ -57,6 +57,7 @@ def test_bash(scripts: Path, tmp_path: Path) -> None:
     assert ask("birl rl optimizer.lr=") == []
     assert ask("birl rl --dry") == ["--dry-run "] and ask("birl sft --val") == []
     assert ask("birl dpo preference.lo") == ["preference.loss="] and ask("birl rl preference.lo") == []
+    assert ask("birl reproduce --s") == ["--seed "] and ask("birl checkpoints x --") != []  # of the command's help
     assert ask("birl diff da") == ["data/"] and ask("birl doctor da") == []
     assert [w.strip() for w in ask("birl launch local ")] == ["sft", "rm", "dpo", "rl"]
     assert ask("birl launch slu") == ["slurm "] and ask("birl launch slurm rl track.console=pl") == ["plain "]

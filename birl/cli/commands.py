@@ -12,7 +12,7 @@ CONFIGURED = (*TRAINING, "eval", "serve", "tinker")  # take flags, YAML files an
 @dataclass(frozen=True, slots=True)
 class Command:
     """`run`: "module:function" of words -> exit code, imported on use; empty for the configured ones. Its help is in
-    `USAGE`, or the module's USAGE. `offered`: further words for completion, beside keys, folders and --help.
+    `USAGE`, or the module's USAGE. `offered`: words for completion, beside keys, folders and the flags in `USAGE`.
 
     Example: Command("ledger", "what became of every token", "birl.rollout.ledger:run")
     """
@@ -35,28 +35,36 @@ ALL = (
         "launch", "start a training in the background: on this machine, a cluster or a cloud", "birl.launch.command:run"
     ),
     Command("status", "processes of a launched training", "birl.launch.command:status"),
-    Command("logs", "output of its processes", "birl.launch.command:logs", ("--follow", "--trust")),
+    Command("logs", "output of its processes", "birl.launch.command:logs"),
     Command("stop", "save a checkpoint and end it", "birl.launch.command:stop"),
     Command("scale", "add or remove engines", "birl.launch.command:scale"),
-    Command("view", "live page of runs: curves, comparison, rollouts, timeline", "birl.view.command:run"),
-    Command("rollouts", "search a run's rollouts, and export them", "birl.view.search:run"),
+    Command(
+        "view",
+        "live page of runs: curves, comparison, rollouts, timeline",
+        "birl.view.command:run",
+        ("--port", "--no-browser"),
+    ),
+    Command(
+        "rollouts",
+        "search a run's rollouts, and export them",
+        "birl.view.search:run",
+        ("--text", "--limit", "--export"),
+    ),
     Command(
         "trace",
         "time of a run by activity and by process; export for Chrome and Perfetto",
         "birl.track.trace_command:run",
+        ("--output",),
     ),
     Command(
         "plan",
         "predict memory; --simulate: split GPUs into engines and learners; --cluster: choose a layout",
         "birl.cli.plan:run",
-        ("--memory", "--json", "--simulate", "--measured", "--cluster"),
     ),
     Command("reproduce", "run a recipe and compare its results with the expected ones", "birl.recipes.command:run"),
     Command("chat", "talk to a model or to a run", "birl.cli.chat:run"),
-    Command(
-        "runs", "list the runs of a folder: state, step, reward, best validation", "birl.track.listing:run", ("--json",)
-    ),
-    Command("diff", "compare the keys and metrics of two runs", "birl.track.listing:diff", ("--json",)),
+    Command("runs", "list the runs of a folder: state, step, reward, best validation", "birl.track.listing:run"),
+    Command("diff", "compare the keys and metrics of two runs", "birl.track.listing:diff"),
     Command("ledger", "what became of every sampled token of a run", "birl.rollout.ledger:run"),
     Command(
         "checkpoints",
@@ -64,9 +72,7 @@ ALL = (
         "birl.cli.checkpoints:run",
         ("verify", "export", "export-adapter", "prune", "convert"),
     ),
-    Command(
-        "cache", "list, verify and clear converted models", "birl.models.gguf:run", ("list", "verify", "clear", "--all")
-    ),
+    Command("cache", "list, verify and clear converted models", "birl.models.gguf:run", ("list", "verify", "clear")),
     Command(
         "doctor", "check the installation: devices, packages, and how to install what is missing", "birl.doctor:run"
     ),

@@ -1,10 +1,12 @@
 """`birl completion SHELL`: prints the completion script with the words of all commands, and where to install it: for
 bash 3.2 (macOS) or newer, zsh and fish."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from birl.cli.commands import ALL, CONFIGURED
+from birl.cli.commands import USAGE as HELP
 from birl.cli.configured import flags_of
 from birl.config.keys import SHORTHANDS, documentation, presets
 from birl.config.schema import COMMANDS, TRAINING
@@ -193,7 +195,9 @@ def vocabulary() -> Vocabulary:
             known = documentation(schema)
             short = [name for name, key in SHORTHANDS.items() if key in known and name != "benchmark"]
             keys = {*known, *presets(schema), *short}
-        words = flags_of(one.name) if one.name in CONFIGURED else (*one.offered, "--help")
+        told = re.findall("--[a-z][a-z-]+", HELP.get(one.name, ""))
+        flags = flags_of(one.name) if one.name in CONFIGURED else told
+        words = tuple(dict.fromkeys((*one.offered, *flags, "--help")))
         files = "any" if schema else "folders" if one.name not in ("doctor", "cache", "completion") else ""
         commands[one.name] = Completions(brief=one.brief, words=words, keys=tuple(sorted(keys)), files=files)
     free = sorted(key for key, doc in docs.items() if doc.type in NOTHING)

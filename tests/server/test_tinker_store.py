@@ -127,6 +127,11 @@ def test_pipes_hold_nothing_up(tmp_path: Path) -> None:
         pass
     with pytest.raises(BirlError, match=r"keys=.*named pipe"):
         tenants.read(str(tmp_path / "lock"))
+    (tmp_path / "file").touch(mode=0o600)
+    with pytest.raises(BirlError, match=r"folder=.*file: cannot be made \(File exists\)"), alone(tmp_path / "file"):
+        pass
+    with pytest.raises(BirlError, match=r"keys=.*file: has no key; write a name and a key"):  # it let everyone in
+        tenants.read(str(tmp_path / "file"))
     os.mkfifo(tmp_path / "audit.jsonl")
     with pytest.raises(OSError, match="named pipe"):
         Store(tmp_path)

@@ -133,7 +133,10 @@ def alone(root: Path) -> Iterator[None]:
     """Lock the folder for one process: two would execute each other's requests."""
     import fcntl
 
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BirlError(f"folder={root}: cannot be made ({error.strerror}). Name another folder.") from None
     check_target(root / "lock")
     with (root / "lock").open("a") as file:
         try:

@@ -149,6 +149,8 @@ def read(path: str) -> Tenants:
         if digest(rest[0]) in keys:
             raise BirlError(f"{where}: this key is {keys[digest(rest[0])]}'s already.")
         keys[digest(rest[0])] = name
+    if not keys and (path or os.environ.get(VARIABLE)):  # without keys every local process is the same tenant
+        raise BirlError(f"{f'keys={path}' if path else VARIABLE}: has no key; write a name and a key in each line.")
     return Tenants(keys)
 
 
