@@ -151,6 +151,8 @@ def _depth(text: str) -> int:
 def _equal(want: list[Any], answers: list[Any]) -> bool:
     if not answers or not _computed(want, answers):
         return False
+    if isinstance(answers[0], sympy.Expr) and answers[0].free_symbols and getattr(want[0], "is_number", False):
+        return False  # trigsimp of sin(pi/9) - exp(99999 x) takes minutes
     if unfinished(answers[0]):
         return bool(want[0] == answers[0])
     if large(answers[0]) or large(want[0]) or joins_logs(want[0], answers[0]):

@@ -91,6 +91,7 @@ def test_repeating_the_question_is_no_answer(answer: str) -> None:
         (r"5\text{ cm}", "Thus\n\n$$\n5\\text{ cm}\n$$", 1),
         ("7", "With\n$$\n3+4\n$$\nit is\n\\[\n7 \\text{ cm}^2\n\\]\n", 1),
         ("50%", "Thus\n\n$$\n50\\%\n$$", 1),
+        (r"\sin 20^\circ", "$e^{99999x}$", 0),  # at once
         ("50%", "Thus \\[50\\%\\]", 1),
         ("7", "With\n$$\n7\n$$\nit is\n\\[\n8 \\text{ cm}^2\n\\]\n", 0),
     ],
