@@ -76,6 +76,9 @@ def _terms(expression: Any) -> float:
     if expression.is_Atom:
         return 1
     sizes = [_terms(part) for part in expression.args]
+    power = expression.exp if isinstance(expression, sympy.Pow | sympy.exp) else sympy.Integer(0)
+    if not power.is_number and any(abs(n) > DEGREE for n in power.atoms(sympy.Integer)):
+        return math.inf  # e^(999 x)
     if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and not expression.base.is_Number:
         power, base = int(abs(expression.exp)), sizes[0]
         if power > DEGREE or base > TERMS:

@@ -212,6 +212,7 @@ def test_ways_of_writing(line: str) -> None:
         r"$\sqrt{10^{9999}+1}$",
         r"$\tan(9^{99999})+\sin(8^{99999})$",
         r"$10^{12}\ln 3$",
+        r"$e^{99999x}$",
     ],
     ids=str.split,
 )
