@@ -95,8 +95,10 @@ def reading_path() -> list[Path]:
     # 20 files and 1,000 lines fewer for what stood twice or was called once; as many lines more for answers of tools,
     # half-closed connections, ranks of `birl tinker` that start again, tensor parallelism of joined matrices, exact
     # numbers of rows, and what a Trainer's parameters cannot take
+    # 470 for tools and environments of TRL, templates of today's models, notations of mathematics, errors of own
+    # functions, ranks on several machines, and bounds of what servers parse
     # 340 for guards of processes, exports and caches that kills and full disks leave whole, and vLLM's pictures
-    [("lines", 83_810), ("files", 488), ("lines of train/", 2_780), ("lines to read", 8_240), ("files to read", 37)],
+    [("lines", 84_280), ("files", 488), ("lines of train/", 2_800), ("lines to read", 8_310), ("files to read", 37)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())

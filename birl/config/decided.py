@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from birl.allocator import cores
-from birl.config.schema import RL, Engine, Eval, reward_functions
+from birl.config.schema import RL, Engine, Eval, Stage, reward_functions
 
 SELF = "self"  # value of algorithm.teacher: the model that learns
 CRITIC = ("gae", "turn_gae")  # advantages that need a critic
@@ -147,3 +147,15 @@ def most_answers(config: RL | Eval) -> int:
 def at_once(config: RL | Eval) -> int:
     """Number of programs that one reward worker runs concurrently."""
     return config.sandbox.workers or max(1, cores() // config.reward.workers)
+
+
+def total_steps(config: RL | Stage, rows: int, step: int = 0, consumed: int = 0) -> int | None:
+    """Number of steps of a run on so many rows, of which `step` steps have `consumed` some: fewer than they could if
+    the data ended there once. None: unknown."""
+    if config.steps:
+        return config.steps
+    if isinstance(config, RL) and config.algorithm.dynamic_sampling:
+        return None  # it is unknown how many prompts a step will take
+    each = config.rollout.prompts if isinstance(config, RL) else config.batch_size
+    left = max(config.epochs * rows - consumed, 0)
+    return step + -(-left // each)

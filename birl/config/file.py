@@ -37,8 +37,8 @@ def read(name: str) -> Mapping[str, Any]:
     if content in ("", None):
         return {}
     if not isinstance(content, dict):
-        result = type(content).__name__
-        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, not a {result}")
+        kind = type(content).__name__
+        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, not a {kind}")
     result: dict[str, Any] = {}
     for key, value in flat(content):
         if key in result:

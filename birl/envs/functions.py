@@ -148,7 +148,8 @@ class ToolAgent:
             while reply.tool_calls:
                 talk = (*talk, reply, *await self._answers(reply.tool_calls))
                 reply = await model.ask(talk, tools=self.schemas[name])
-        return await called(made.get_reward) if hasattr(made, "get_reward") else 0.0
+        judge = getattr(made, "get_reward", None)
+        return await called(judge) if judge else 0.0
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Results in order. Coroutines run concurrently, unless a plain function is among the calls."""

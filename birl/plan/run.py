@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from birl.config import schema
+from birl.config.decided import total_steps
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner.export import resolved
@@ -26,7 +27,6 @@ from birl.plan.rank_memory import USABLE
 from birl.plan.run_memory import GIB, Phases
 from birl.track.units import counted
 from birl.train.parts import Parts
-from birl.train.setup import total_steps
 from birl.visible import visible
 
 PROMPT = 128  # tokens of a prompt, unless data.max_prompt_tokens is set

@@ -108,7 +108,11 @@ class Solution:
         given = [self.unpacked(value) for value in args]
         named = {name: self.unpacked(value) for name, value in words.items()}
         value = self.objects[what](*given, **named)
-        return {"value": self.packed(value), "args": [self.packed(value) for value in (*given, *named.values())]}
+        changed = [self.packed(value) for value in (*given, *named.values())]
+        return {"value": self.packed(value), "args": changed, "waits": isinstance(value, types.CoroutineType)}
+
+    def do_wait(self, what: int) -> dict[str, Any]:
+        return {"value": self.packed(importlib.import_module("asyncio").run(self.objects[what]))}
 
     def do_get(self, what: int, name: str) -> dict[str, Any]:
         return {"value": self.packed(getattr(self.objects[what], name))}
@@ -210,7 +214,12 @@ class Link:
         reply = self.exchange({"do": "call", "with": sent | {"words": {k: self.packed(v) for k, v in words.items()}}})
         for value, after in zip((*args, *words.values()), reply.get("args", ()), strict=False):
             _overwrite(value, self.find(after))
-        return self.find(reply.get("value"), made)
+        value = self.find(reply.get("value"), made)
+        return self.wait(value) if reply.get("waits") and type(value) is Remote else value
+
+    async def wait(self, coroutine: Remote) -> Any:
+        """The result of an asynchronous function, which the solution's process runs to its end."""
+        return self.ask("wait", what=coroutine._number)
 
     def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         write(self.output, request)
@@ -304,7 +313,10 @@ def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
         if not isinstance(function, dict) or function.get("t") != "object":
             return {"passed": False, "detail": f"{job['call']} is no function"}
         sent = {"what": function["v"], "args": job["args"], "words": {}}
-        value = link.find(link.exchange({"do": "call", "with": sent}).get("value"))
+        reply = link.exchange({"do": "call", "with": sent})
+        if reply.get("waits"):
+            reply = link.exchange({"do": "wait", "with": {"what": reply["value"]["v"]}})
+        value = link.find(reply.get("value"))
         expected = link.find(job["expected"])
         passed = same_value(value, expected)
         return {

@@ -186,7 +186,8 @@ class Objective:
         shapes = [getattr(x, "shape", None) for x in result] if isinstance(result, Surrogate) else []
         if shapes != [logp.shape] * 3:
             whole = bool(shapes) and None not in shapes
-            what = f"shapes {', '.join(str(tuple(s)) for s in shapes)}" if whole else f"{result!r:.200}"
+            told = ", ".join(str(tuple(s)) for s in shapes if s is not None)
+            what = f"shapes {told}" if whole else f"{result!r:.200}"
             raise BirlError(
                 f"algorithm.surrogate={self.keys.surrogate}: must give the loss of each of {len(logp)} "
                 f"tokens, as a tensor or a Surrogate, not {what}."

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from birl import run_folder
 from birl.config import schema
+from birl.config.decided import total_steps
 from birl.config.file import flatten
 from birl.data.stream import Source, Stream
 from birl.learner.checkpoints import Checkpoints
@@ -84,18 +85,6 @@ class Setup(Generic[C]):
                 tensorboard=config.track.tensorboard,
             ),
         )
-
-
-def total_steps(config: schema.RL | schema.Stage, rows: int, step: int = 0, consumed: int = 0) -> int | None:
-    """Number of steps of a run on so many rows, of which `step` steps have `consumed` some: fewer than they could if
-    the data ended there once. None: unknown."""
-    if config.steps:
-        return config.steps
-    if isinstance(config, schema.RL) and config.algorithm.dynamic_sampling:
-        return None  # it is unknown how many prompts a step will take
-    each = config.rollout.prompts if isinstance(config, schema.RL) else config.batch_size
-    left = max(config.epochs * rows - consumed, 0)
-    return step + -(-left // each)
 
 
 def packer_of(config: schema.RL | schema.Stage, pair_cost: float = 0.0) -> Packer:

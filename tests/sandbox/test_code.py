@@ -51,6 +51,22 @@ def test_calls(sandbox: Sandbox) -> None:
     assert passed(sandbox, "def add(x, rest):\n    return (x, *rest)", line) == [True]
 
 
+def test_asynchronous_functions(sandbox: Sandbox) -> None:
+    right = "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return x + 1"
+    tests = [
+        {"fn_name": "f", "input": "1", "output": "2"},
+        "import asyncio\nassert asyncio.run(f(1)) == 2",
+        "import asyncio\nasync def both():\n    return await asyncio.gather(f(1), f(x=2))\n"
+        "assert asyncio.run(both()) == [2, 3]",
+        "import asyncio\nassert asyncio.run(f(1)) == 3",
+        "assert f(1) == 2",  # it was not awaited
+    ]
+    assert passed(sandbox, right, tests) == [True, True, True, False, False]
+    raises = "async def f(x):\n    raise ValueError(x)"
+    caught = "import asyncio\ntry:\n    asyncio.run(f(1))\nexcept ValueError as e:\n    assert e.args == (1,)\n"
+    assert passed(sandbox, raises, [caught + "else:\n    assert False", tests[0]]) == [True, False]
+
+
 SUITE = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(1), {})\n"
 WRITTEN = "from solution import f\ndef test_a():\n    assert f(1) == 2\ndef test_b():\n    assert f(2) == {}\n"
 
