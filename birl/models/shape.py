@@ -223,7 +223,7 @@ def backward_bytes(
     count, rows = tokens * piece, 4 * tokens * hidden  # logits at once, and the gradient by `hidden` in float32
     restricted = rows + 5 * count + RESTRICTED * kept if kept else 0  # logits and their mask
     if kernels:
-        made = 8 * count + 2 * rows if wide == 4 else 6 * count + 2 * rows + rows // 2  # hidden states, laid out twice
+        made = (4 + wide) * count + rows + 3 * wide * tokens * hidden  # hidden states, laid out twice
     elif gpu and wide == 4:
         made = 4 * count + 2 * rows
     else:
