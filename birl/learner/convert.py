@@ -24,6 +24,15 @@ from birl.learner.tensors import DTYPES, memory, write_index
 from birl.regular import clear, inside, open_regular
 
 OLD = ".metadata"
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it calls getattr for what no index of a checkpoint has")
+    return kind[name]
+
+
 ALLOWED: dict[tuple[str, str], Any] = {
     **{
         ("torch.distributed.checkpoint.metadata", kind.__name__): kind
@@ -33,6 +42,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore
     **{

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -327,19 +327,20 @@ def test_an_address_that_goes_away_fails_the_episode(shop: Path) -> None:
 
 async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Requests of one connection, with JSON: compressed below /gzip, elsewhere than asked below /moved."""
-    while not reader.at_eof() and (head := (await reader.readuntil(b"\r\n\r\n")).decode().lower()):
-        path, size = head.split()[1], re.search(r"content-length: (\d+)", head)
-        asked = json.loads(await reader.readexactly(int(size[1]))) if size and int(size[1]) else {}
-        moved, first = path.startswith("/moved") and not path.endswith("/"), asked.get("method") == "initialize"
-        packed = path.startswith("/gzip") and not first
-        begun = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "t", "version": "1"}}
-        result = begun if first else {"content": [{"type": "text", "text": "here"}]}
-        body = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}).encode()
-        body = b"" if moved or "id" not in asked else gzip.compress(body) if packed else body
-        status = "307 X" if moved else "200 X" if body else "202 X"
-        more = f"location: {path}/\r\n" * moved + "content-encoding: gzip\r\n" * packed
-        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
-        writer.write(f"HTTP/1.1 {status}\r\n{about}\r\n".encode() + body)
+    with suppress(asyncio.IncompleteReadError):  # the client has closed
+        while head := (await reader.readuntil(b"\r\n\r\n")).decode().lower():
+            path, size = head.split()[1], re.search(r"content-length: (\d+)", head)
+            asked = json.loads(await reader.readexactly(int(size[1]))) if size and int(size[1]) else {}
+            moved, first = path.startswith("/moved") and not path.endswith("/"), asked.get("method") == "initialize"
+            packed = path.startswith("/gzip") and not first
+            begun = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "t", "version": "1"}}
+            result = begun if first else {"content": [{"type": "text", "text": "here"}]}
+            body = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": result}).encode()
+            body = b"" if moved or "id" not in asked else gzip.compress(body) if packed else body
+            status = "307 X" if moved else "200 X" if body else "202 X"
+            more = f"location: {path}/\r\n" * moved + "content-encoding: gzip\r\n" * packed
+            about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
+            writer.write(f"HTTP/1.1 {status}\r\n{about}\r\n".encode() + body)
 
 
 def test_compressed_answers_are_refused_and_redirections_followed() -> None:
