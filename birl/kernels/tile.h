@@ -480,7 +480,7 @@ static inline void product(const elem *a, long rows, long lda, const elem *b0, c
 /* For at most MANY rows over a few tiles. Meanwhile `length` bytes from n0 and n1 on are prefetched, one or two lines
    of both for two lines of weights. Not inlined: GCC's register allocation there costs up to 5 %. */
 #define AHEAD_BY(name, lines)                                                                                               \
-    static __attribute__((noinline, unused)) void name(const elem *a, long rows, long lda, const uint16_t *b0,          \
+    static __attribute__((noinline, unused)) void name(const elem *a, long rows, long lda, const elem *b0,              \
                                                        const elem *b1, long blocks, const char *n0, const char *n1,         \
                                                        long length, float *sums, long ld, int add) {                        \
         few(0, lines, a, rows, lda, (const char *)b0, (const char *)b1, TILE * sizeof(elem), blocks, n0, n1, length / blocks, sums, \

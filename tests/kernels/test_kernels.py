@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from birl import kernels
 from birl.data.trees import Tree
 from birl.engine.pages import sharing
-from birl.kernels import KEEP, SWIGLU, Kernels
+from birl.kernels import KEEP, SWIGLU, Kernels, compiling
+from birl.kernels.instructions import marches
 from birl.models.attention import Packed, tree_mask
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.quantized import rounded
@@ -392,3 +393,19 @@ def test_without_a_compiler_everything_else_works(tmp_path: Path, change: dict[s
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(expected)
+
+
+@pytest.mark.parametrize("flags", [["-DBF16"], []], ids=["bfloat16", "float32"])
+def test_no_pointer_is_passed_for_another_type(flags: list[str]) -> None:
+    """GCC 14 refuses to compile that."""
+    command = [
+        compiling.compiler() or "cc",
+        "-fsyntax-only",
+        "-fopenmp",
+        "-Werror=incompatible-pointer-types",
+        "-DHEAD_DIM=64",
+    ]
+    done = subprocess.run(
+        [*command, f"-march={marches()[0]}", *flags, *compiling.SOURCES], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
