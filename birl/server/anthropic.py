@@ -25,7 +25,7 @@ from birl.server.request_policy import SAMPLING, Terms, speaker
 from birl.server.service import Service
 from birl.text.grammar import whole
 from birl.text.visible import Visible
-from birl.types import Message, SamplingParams, Stop, ToolCall, Turn
+from birl.types import PLACE, Message, SamplingParams, Stop, ToolCall, Turn
 
 KNOWN = (
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice"),
@@ -209,6 +209,8 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
                 )
     if results and not written:
         return results
+    if pictures and written.count(PLACE) != len(pictures):
+        raise invalid(f"{where}.content", f"has the character U+{ord(PLACE):X} beside pictures, which stands for one")
     own = {"thinking": thinking, "tool_calls": tuple(calls), "pictures": tuple(pictures)}
     return [*results, Message(role=role, content=written, **own)]
 

@@ -43,7 +43,7 @@ def message_content(given: Any, where: str, finder: Finder = NOWHERE) -> dict[st
     try:
         words, pictures = content(given, finder)
     except BirlError as error:
-        raise invalid(where, f"{error}"[:300]) from error
+        raise invalid(where, f"{error}".strip()[:300]) from error
     return {"content": words, "pictures": tuple(pictures)}
 
 

@@ -276,6 +276,7 @@ def test_an_agent_may_decide_where_nothing_is_trained() -> None:
     assert [(p.temperature, p.top_p, p.top_k) for p in engine.params] == [(0.2, 0.5, 3), (0.3, 1.0, 0)]
 
 
+SHOWN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 REFUSED = {
     "an unknown parameter": ("/chat/completions", {"messages": HI, "tempreature": 1}, "tempreature"),
     "no messages": ("/chat/completions", {}, "messages"),
@@ -302,6 +303,11 @@ REFUSED = {
     "many empty messages": ("/chat/completions", {"messages": [{"role": "user"}] * 5000}, "5000 messages"),
     "a long role": ("/chat/completions", {"messages": [{"role": "u" * 400, "content": ""}]}, "400 characters"),
     "a deep schema": ("/messages", {"messages": HI, "tools": [json.loads("[" * 200 + "]" * 200)]}, "nested more than"),
+    "a picture beside its place": (
+        "/messages",
+        {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "\ufffc"}, SHOWN]}]},
+        "messages.0.content has the character U+FFFC beside pictures",
+    ),
     "a reward of 400 digits": ("/reward", '{"reward": 1' + "0" * 400 + "}", "too large"),
 }
 
