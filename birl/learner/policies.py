@@ -84,10 +84,9 @@ class Policies(Masters):
         return torch.linalg.vector_norm(every)
 
     def publish(self) -> None:
-        """Round the masters that were stepped."""
-        for own in self.trained.values():
-            if any(t.grad is not None for t in own.masters.values()):
-                own.round()
+        """Round the masters that were stepped: those with a norm, as a step may have set their gradients to None."""
+        for name in self.norms:
+            self.trained[name].round()
 
     def loaded(self) -> None:
         """Call after writing `tensors` and `marks`. Raises `BirlError` if they belong to another base."""

@@ -1,5 +1,6 @@
 """AdamW with moments in 8 bits: its numbers beside float32's and torchao's, its bytes, and its checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,20 @@ def test_levels_and_steps_are_torchaos() -> None:
         if moment in ("exp_avg", "exp_avg_sq"):  # a last bit may put a number on the other side of a limit
             assert (state != one.state[other][moment].codes.view_as(state)).float().mean() < 1e-3
     torch.testing.assert_close(ours, other, rtol=0, atol=1e-3)
+
+
+def test_a_policy_computes_with_its_stepped_masters() -> None:
+    """A step sets gradients of 8-bit tensors to None: of rank 64 that is all of them, and no policy moved."""
+    it = learner(lora=Lora(rank=64, targets=("q_proj", "o_proj"), policies=("one", "two")))
+    samples = [replace(s, policy="one") for s in groups(4)]
+    for _ in range(2):
+        for batch in pack(samples, [0.1] * len(samples), 60):
+            it.forward_backward(batch, reinforce, Stats())
+        assert it.optim_step(1e-2) > 0
+    for name, moved in (("one", True), ("two", False)):
+        for layer, factors in it.policies.adapter(name).factors.items():  # pyright: ignore
+            b = it.masters.tensors[f"{name}/{layer}.lora_B"].detach()
+            assert bool(b.any()) == moved and torch.equal(factors.b[:, :64], (b / 2).bfloat16()), (name, layer)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=64)])
