@@ -22,6 +22,7 @@ from birl.learner.learner import Learner
 from birl.named import Given
 from birl.train import build_worker, rl
 from birl.train.command import train
+from tests.tiny import tiny_moe_folder
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
 
@@ -352,6 +353,24 @@ def test_a_surrogate_of_ones_own(tiny: Path, tmp_path: Path, kind: str) -> None:
         run(tiny, tmp_path / "mine", *words)
         run(tiny, tmp_path / "own", "algorithm.surrogate=importance", "steps=1")
         assert log(tmp_path / "mine")[0]["grad_norm"] == log(tmp_path / "own")[0]["grad_norm"]
+
+
+@pytest.mark.parametrize("kind", ["own", "experts"])
+def test_answers_with_advantage_0_are_computed_where_they_may_have_a_gradient(
+    tiny: Path, tmp_path: Path, kind: str
+) -> None:
+    """Of a user's surrogate, and of the balance of experts, which is that of the whole step. They were left out."""
+    (tmp_path / "mine.py").write_text(
+        "def loss(logp, old_logp, advantages, sample, *, entropy): return -logp * advantages - 0.1 * entropy"
+    )
+    own, words = kind == "own", [f"algorithm.surrogate={tmp_path}/mine.py:loss"]
+    model = tiny if own else tiny_moe_folder(tmp_path / "moe")
+    for n, reward in enumerate((many_a, lambda completions, **_: [1.0] * len(completions))):
+        run(model, tmp_path / str(n), *(words if own else ["learner.router_aux_coef=0.5"]), "steps=1", reward=reward)
+    some, none = log(tmp_path / "0")[0], log(tmp_path / "1")[0]
+    assert none["updates/done"] == 1 and none["grad_norm"] > 0
+    assert none["tokens/computed"] == some["tokens/computed"]
+    assert own or none["router/balance"] == pytest.approx(some["router/balance"], rel=1e-6)
 
 
 def test_one_update_needs_no_second_look_at_the_proximal_policy(
