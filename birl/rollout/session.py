@@ -194,22 +194,18 @@ class Session:
         self._turns[number] = turn
         if completion.stop is Stop.ABORT:
             raise Aborted
-        whole = reply = self.reply(conversation, prompt, completion.ids, tools)
-        if (shown := before_token(completion, params, self.params)) is not None:
-            reply = self.reply(conversation, prompt, shown, tools)
-        reply = before_stop(reply, params, self.params)
+        texts = self.chat.reply_text(completion.ids), visible(self.chat, completion, params, self.params)
+        whole, reply = (self.reply(conversation, prompt, text, tools) for text in texts)
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         key, talk = (following(t, kept) for t in (conversation, talk))
         self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))
         return reply, turn
 
-    def reply(
-        self, conversation: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools
-    ) -> Message:
+    def reply(self, conversation: Conversation, prompt: tuple[int, ...], text: str, tools: Tools) -> Message:
         """The parsed answer. Of a text conversation the content is the whole answer, as later texts continue it."""
-        result = self.chat.parse(answer, tools, prompt)
+        result = self.chat.parts(text, tools, self.chat.thinks(prompt)).message()
         if isinstance(conversation, str):
-            return Message(role="assistant", content=self.chat.reply_text(answer), tool_calls=result.tool_calls)
+            return Message(role="assistant", content=text, tool_calls=result.tool_calls)
         return result
 
     def forget(self, turn: Turn) -> None:
@@ -338,17 +334,11 @@ def following(conversation: Conversation, reply: Message, messages: tuple[Messag
     return (*conversation, reply, *messages)
 
 
-def before_token(completion: Completion, params: SamplingParams, own: SamplingParams) -> tuple[int, ...] | None:
-    """The answer up to the stop token of the request (`params`; `own`: the run's) that ended it; None if none did."""
+def visible(chat: "Chat", completion: Completion, params: SamplingParams, own: SamplingParams) -> str:
+    """The answer's text up to the first stop string or token of the request (`params`; `own`: the run's)."""
     ended = completion.stop is Stop.STOP and {*completion.ids[-1:]} & {*params.stop_ids} - {*own.stop_ids}
-    return completion.ids[:-1] if ended else None
-
-
-def before_stop(reply: Message, params: SamplingParams, own: SamplingParams) -> Message:
-    """The reply up to the first stop string of the request, which may be in its thinking."""
-    stop = [s for s in params.stop if s not in own.stop]
-    texts = (min((t.partition(s)[0] for s in stop), key=len, default=t) for t in (reply.thinking, reply.content))
-    return replace(reply, **dict(zip(("thinking", "content"), texts, strict=True)))
+    text, shown = chat.reply_text(completion.ids), chat.reply_text(completion.ids[:-1] if ended else completion.ids)
+    return min([shown, *(text.partition(s)[0] for s in params.stop if s not in own.stop)], key=len)
 
 
 def plain(conversation: Conversation) -> Key:

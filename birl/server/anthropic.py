@@ -78,7 +78,7 @@ class AnthropicReply(Reply):
         """The client's stop string that ended the answer, or None."""
         if not self.own_stop:
             return None
-        text = self.chat.decode(turn.completion.ids)
+        text = self.chat.reply_text(turn.completion.ids)
         result = [(at, s) for s in self.own_stop if (at := text.find(s)) >= 0]
         return min(result)[1] if result else None
 

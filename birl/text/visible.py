@@ -40,9 +40,9 @@ class Visible:
 
     def whole(self) -> str:
         """The text of the finished answer."""
-        everything = self.text + self._decoded(len(self.tokens))
+        shown, everything = (self.text + self._decoded(n) for n in (self._shown(), len(self.tokens)))
         cut = self._first(everything)
-        return self.text + self._decoded(self._shown()) if cut is None else everything[:cut]
+        return shown if cut is None or cut >= len(shown) else everything[:cut]  # `<|im_end|>` may contain a stop string
 
     def _shown(self) -> int:
         """Number of tokens without trailing ones that would be hidden if the answer ended here."""

@@ -104,6 +104,20 @@ def test_stop_strings_of_a_client_end_the_answer_and_not_the_sample() -> None:
     played(Stops(["oneSTOP", "twoSTOP"]), body)
 
 
+def test_an_answer_is_cut_at_a_stop_string_before_it_is_parsed() -> None:
+    """As on a server: a call without its end is text; and a stop string within the end token's text ended nothing."""
+
+    async def body(here: Place) -> None:
+        tools: Any = [{"name": "add", "input_schema": TOOL["parameters"]}]
+        cut = await here.message(tools=tools, stop_sequences=["</tool_call>"])
+        assert [block.type for block in cut.content] == ["text"] and cut.content[0].text == CALL.partition("</tool_")[0]
+        ended = await here.message(stop_sequences=["e", "<|"])
+        assert (ended.content[0].text, ended.stop_reason, ended.stop_sequence) == ("ok", "end_turn", None)
+        assert here.spoken() == [CALL + "<|im_end|>", "ok<|im_end|>"]
+
+    played(Scripted([CALL, "ok"], TOOLED), body)
+
+
 def test_a_stop_token_of_a_client_is_no_text() -> None:
     """As on a server: the answer ends before it, and its sample contains it."""
     (dot,) = CHAT.encode(".")

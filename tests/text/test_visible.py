@@ -40,6 +40,8 @@ def test_nothing_of_a_stop_string_is_shown() -> None:
     assert "".join(parts) == "a " and shown.whole() == "a </answ"
     shown = visible(("b<|im_end|>",))
     assert shown.feed([*ids("a b"), 2]) == "a " and shown.whole() == "a "
+    shown = visible(("e", "|"))  # the end token's own text is no text of the answer
+    assert shown.feed([*ids("a b"), 2]) == "a b" == shown.whole()
 
 
 def test_what_is_fenced_waits() -> None:
