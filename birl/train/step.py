@@ -98,7 +98,8 @@ class RLWorker(Worker):
         learner's current weights."""
         self.step, self.seen, self.sampling = step, {}, sampling
         self.crew.call(self, RLWorker.rest)
-        self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
+        if self.kl.target:  # else it is the configuration's, which may have changed since the checkpoint
+            self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
         self.ages.starts = self.extra.get("versions", [])
         self.ages.begin(self.learner.version, self.updates.max_staleness + 1)
         self.extra["versions"] = self.ages.starts

@@ -63,6 +63,13 @@ def test_a_run_in_pieces_is_the_same_run(tiny: Path, tmp_path: Path, critic: str
     assert [m["kl/coef"] for m in whole] == [m["kl/coef"] for m in parts] != [whole[0]["kl/coef"]] * 4
 
 
+def test_a_fixed_coefficient_of_the_kl_is_the_configurations(tiny: Path, tmp_path: Path) -> None:
+    """With resume=FOLDER it was that of the checkpoint, whatever algorithm.kl_coef was."""
+    run(tiny, tmp_path / "one", "algorithm.kl_coef=0.1", "steps=1")
+    words = (f"resume={tmp_path}/one/run/checkpoints/step-000001", "algorithm.kl_coef=0.3", "steps=2")
+    assert run(tiny, tmp_path / "other", *words)[-1]["kl/coef"] == 0.3
+
+
 def test_a_frozen_policy_waits_for_its_critic(tiny: Path, tmp_path: Path) -> None:
     words = ("critic.freeze_steps=2", "critic.lr=1e-3", "optimizer.lr=0.01", "optimizer.schedule=linear")
     steps = run(tiny, tmp_path, *words, "steps=4")
