@@ -116,7 +116,7 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
         }
 }
 
-static __thread scratch padding, decodes;
+static __thread scratch padding, decodes, totals;
 
 /* Rows of x [rows, K] padded with zeros; NULL if they are whole tiles already. */
 static elem *padded(const elem *x, long ldx, long rows, long K) {
@@ -154,6 +154,14 @@ static void finish_swiglu(const float *sums, elem *y, long ldy, long rows) {
 }
 
 static void put(const task *t, const float *sums, long m, long rows, long pair) {
+#if defined(__AVX512BF16__) && defined(BF16)
+    if (t->mode == ROUND && !t->bias && t->N - pair * 32 >= 32) { /* whole cache lines */
+        elem *y = (elem *)t->y + m * t->ldy + pair * 32;
+        for (const float *end = sums + rows * 32; sums < end; sums += 32, y += t->ldy)
+            _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + 16), _mm512_loadu_ps(sums)));
+        return;
+    }
+#endif
     if (t->mode == SWIGLU) {
         finish_swiglu(sums, (elem *)t->y + m * t->ldy + pair * 16, t->ldy, rows);
     } else if (t->mode == HALVES) {
@@ -223,14 +231,16 @@ static const elem *block_of(const task *t, long m, long rows, long *lda) {
 }
 
 /* With many rows, computing takes longer. Some columns of weights stay in the second-level cache for one block of rows
-   after another: weights are read once, and a row of the result is written from left to right. */
+   after another: weights are read once, and a row of the result is written from left to right. Rows that are too long
+   for the first-level cache are multiplied in parts. */
 static void many_rows(const task *t) {
     /* columns of a turned x are transposed anew for each part: weights from the third-level cache take less time */
     const long room = t->turned && MANY < 16 ? 8 * cached() : cached();
     const long blocks = blocks_of(t->K), mine = t->last - t->first, most = room / (2 * blocks * TILE * (long)sizeof(elem)) + 1;
     const long parts = (mine + most - 1) / most;
     elem *made = t->coded ? take(&decodes, 2 * (mine < most ? mine : most) * blocks * TILE * 2) : NULL;
-    float sums[32 * 32] __attribute__((aligned(64)));
+    const long turns = t->turned ? 1 : (blocks + NEARBY - 1) / NEARBY, near = (blocks + turns - 1) / turns;
+    float one[32 * 32] __attribute__((aligned(64))), *sums = turns > 1 ? take(&totals, most * sizeof(one)) : one;
     for (long part = 0; part < parts; part++) {
         const long begin = t->first + mine * part / parts, end = t->first + mine * (part + 1) / parts;
         for (long i = 0; made && i < 2 * (end - begin) * blocks; i++)
@@ -240,15 +250,20 @@ static void many_rows(const task *t) {
             const long rows = t->M - m < 32 ? t->M - m : 32;
             long lda;
             const elem *a = block_of(t, m, rows, &lda);
-            for (long pair = begin; pair < end; pair++) {
-                const elem *own = made + 2 * (pair - begin) * blocks * TILE;
-                const elem *b0 = made ? own : (const elem *)panel(t, pair, 0);
-                const elem *b1 = made ? own + blocks * TILE : (const elem *)panel(t, pair, 1);
-                product(a, rows, lda, b0, b1, TILE, blocks, sums, 32, 0);
-                put(t, sums, m, rows, pair);
+            for (long k = 0; k < blocks; k += near) {
+                const long count = blocks - k < near ? blocks - k : near;
+                for (long pair = begin; pair < end; pair++) {
+                    const elem *own = made + 2 * (pair - begin) * blocks * TILE;
+                    const elem *b0 = made ? own : (const elem *)panel(t, pair, 0);
+                    const elem *b1 = made ? own + blocks * TILE : (const elem *)panel(t, pair, 1);
+                    float *to = sums + (near < blocks ? pair - begin : 0) * 32 * 32;
+                    product(a + k * BLOCK, rows, lda, b0 + k * TILE, b1 + k * TILE, TILE, count, to, 32, k > 0);
+                    if (k + count == blocks) put(t, to, m, rows, pair);
+                }
             }
         }
     }
+    give(&totals);
     give(&decodes);
     give(&padding);
 }

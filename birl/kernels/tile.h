@@ -166,8 +166,9 @@ static const struct {
 } TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* sums [rows, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and at
-   most 32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. The
-   processor's own prefetching works best with two streams of weights: prefetch instructions were slower. */
+   most 32 rows a, lda elements apart, which are read, and their sums written, up to the next multiple of ROWS. Weights
+   are read as a stream, so that the rows stay in the first-level cache. The processor's own prefetching works best with
+   two streams of weights: prefetch instructions were slower. */
 static inline void product(const elem *a, long rows, long lda, const elem *b0, const elem *b1, long step,
                            long blocks, float *sums, long ld, int add) {
     const int two = rows > 16;
@@ -186,9 +187,9 @@ static inline void product(const elem *a, long rows, long lda, const elem *b0, c
     }
     for (long k = 0; k < blocks; k++) {
         _tile_loadd(4, a + k * BLOCK, lda * 2);
-        _tile_loadd(6, b0 + k * step, 64);
+        _tile_stream_loadd(6, b0 + k * step, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b1 + k * step, 64);
+        _tile_stream_loadd(7, b1 + k * step, 64);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
             _tile_loadd(5, a + 16 * lda + k * BLOCK, lda * 2);
@@ -213,6 +214,7 @@ static inline void product_ahead(const elem *a, long rows, long lda, const elem 
 #define product_ahead_by_two product_ahead
 #define ROWS 16
 #define MANY 32                              /* rows of a product */
+#define NEARBY 20                            /* blocks of 32 rows that the first-level cache holds */
 #define AHEAD 3                              /* tiles of a panel that all rows are multiplied with in turn */
 #define FIRST(rows) ((rows) <= 48 ? 16 : 32) /* rows of the first turn */
 #define CALLERS(rows) 1                      /* turns that prefetch the next tiles */
@@ -489,6 +491,7 @@ static inline void product(const elem *a, long rows, long lda, const elem *b0, c
 AHEAD_BY(product_ahead, 1)
 AHEAD_BY(product_ahead_by_two, 2)
 #define AHEAD 6
+#define NEARBY (1L << 40)
 #define FIRST(rows) MANY
 #define CALLERS(rows) (((rows) + MANY - 1) / MANY)
 
