@@ -53,21 +53,18 @@ def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str
     record = episodes.record(row)
     try:
         samples = [sample(s, vocabulary, row) for s in record.get("samples") or ()]
+        turns = [t for t in record.get("turns") or () if isinstance(t, Mapping)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BirlError(f"Row {row}: its samples cannot be shown ({type(error).__name__}: {error}).") from error
+        raise BirlError(f"Row {row}: it cannot be shown ({type(error).__name__}: {error}).") from error
     return {
         **summary(episodes, row, record),
         "detail": visible(str(record.get("detail") or "")),
         "rewards": figures(record.get("rewards")),
-        "turns": [
-            {"agent": visible(str(t.get("agent") or "")), "reward": t.get("reward")}
-            for t in record.get("turns") or ()
-            if isinstance(t, Mapping)
-        ],
+        "turns": [{"agent": visible(str(t.get("agent") or "")), "reward": t.get("reward")} for t in turns],
         "samples": samples,
         "known": vocabulary.known,
         "text": "" if samples else visible(str(record.get("text") or "")),
-        "pictures": len(record.get("pictures") or ()),
+        "pictures": len(pictures(record)),
     }
 
 
@@ -229,11 +226,16 @@ def _same(a: Sequence[str], b: Sequence[str]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def pictures(record: Mapping[str, Any]) -> list[Any]:
+    named = record.get("pictures")
+    return named if isinstance(named, list) else []
+
+
 def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
     """File of a screenshot, or of a picture in a prompt. Raises `BirlError` if there is none, or if it is outside of
     the run folder: rollouts.jsonl may be untrusted, and must not give access to other files of this machine."""
-    named = record.get("pictures") or ()
-    if not isinstance(named, list) or not 0 <= number < len(named):
+    named = pictures(record)
+    if not 0 <= number < len(named):
         raise BirlError(f"There is no picture {number}; there are {len(named)}, counted from 0.")
     root = folder.resolve()
     path = (root / str(named[number])).resolve()

@@ -115,6 +115,14 @@ def test_samples_of_another_make_are_an_error_not_a_crash(
         trajectory(episodes, vocabulary, 0)
 
 
+@pytest.mark.parametrize("wrong", [True, 3, "text", {"a": 1}])
+def test_pictures_that_are_no_list_are_none(tmp_path: Path, vocabulary: Vocabulary, wrong: object) -> None:
+    row = record(pictures=wrong)
+    assert opened(tmp_path, vocabulary, row)["pictures"] == 0
+    with pytest.raises(BirlError, match="no picture 0; there are 0"):
+        picture(tmp_path, row, 0)
+
+
 @pytest.mark.parametrize("token", [[1], {"a": 1}, None, "a", 1.5])
 def test_a_prompt_of_no_tokens_is_not_shown(tmp_path: Path, vocabulary: Vocabulary, token: object) -> None:
     row = record()
