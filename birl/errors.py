@@ -107,7 +107,9 @@ def first_line(error: BaseException) -> str:
 def did_you_mean(word: str, options: Iterable[str], prefix: str = "") -> str:
     """` Did you mean grpo?`, or an empty text if no option is close. `prefix`: a section, such as `env.`, that is shown
     in the answer but not compared."""
-    result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
+    word, options = word.lower(), list(options)
+    result = [one for one in options if sorted(one) == sorted(word)] + difflib.get_close_matches(word, options, n=1)
+    result += [one for one in options if len(word) > 2 and one.startswith(word)]  # guess: guess_number
     return f" Did you mean {prefix}{result[0]}?" if result else ""
 
 

@@ -260,9 +260,7 @@ def _saving(names: Names, schema: type) -> dict[str, Any]:
         result["checkpoint.every"] = int(every)
     if (every := names.get("eval_steps")) and every >= 1:
         result["validation.every"] = int(every)
-    if names.get("do_eval") is False and names.meant("do_eval"):
-        result["validation.every"] = 0
-    if names.get("eval_strategy") == "no" and names.meant("eval_strategy"):
+    if any(names.meant(name) and names.get(name) == off for name, off in (("do_eval", False), ("eval_strategy", "no"))):
         result["validation.every"] = 0
     where = names.get("report_to")
     if where is not None and names.meant("report_to"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from birl.cli import COMMANDS, main
+from birl.cli import COMMANDS, completing, main
 from birl.config.keys import documentation
 from birl.config.schema import RL
 
@@ -57,6 +57,7 @@ def test_bash(scripts: Path, tmp_path: Path) -> None:
     assert ask("birl rl optimizer.lr=") == []
     assert ask("birl rl --dry") == ["--dry-run "] and ask("birl sft --val") == []
     assert ask("birl dpo preference.lo") == ["preference.loss="] and ask("birl rl preference.lo") == []
+    assert ask("birl reproduce gpu/tinyz") == ["gpu/tinyzero_countdown "]
     assert ask("birl reproduce --s") == ["--seed "] and ask("birl checkpoints x --") != []  # of the command's help
     assert ask("birl diff da") == ["data/"] and ask("birl doctor da") == []
     assert [w.strip() for w in ask("birl launch local ")] == ["sft", "rm", "dpo", "rl"]
@@ -69,6 +70,13 @@ def test_every_key_and_command_is_there(scripts: Path) -> None:
         text = (scripts / shell).read_text()
         assert all(command in text for command in COMMANDS)
         assert all(key in text for key in documentation(RL))
+
+
+def test_without_recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(completing, "OWN", tmp_path)
+    assert main(["completion", "bash"]) == 0
+    assert "reproduce" in capsys.readouterr().out
 
 
 def test_bash_reads_the_script_as_posix_mode_does_not(scripts: Path) -> None:

@@ -20,7 +20,10 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
     ("words", "said"),
     [
         ("rl good.jsonl", ["For the data in that file: data.train=good.jsonl."]),
+        ("rl algorithm=gpro", ["Did you mean grpo?"]),
+        ("rl env=guess", ["Did you mean guess_number?"]),
         ("eval good.jsonl", ["data.validation=good.jsonl"]),
+        ("serve nosuch", ["There is no model or run of that name here."]),
         ("serve good.jsonl", ["model.path=good.jsonl"]),
         ("rl nosuch.jsonl", ["nosuch.jsonl: expected key=value", "There is no file nosuch.jsonl here."]),
         ("dpo data.train=good.jsonl data.chosen_column=", ["data.chosen_column is empty: name a column."]),

@@ -13,6 +13,7 @@ from birl.config.schema import COMMANDS, TRAINING
 from birl.envs.open import BUILT_IN
 from birl.errors import BirlError
 from birl.launch.launcher import WHERE
+from birl.recipes.recipe import OWN, names
 
 NOTHING = ("int", "float")  # types of keys without known values
 USAGE = """\
@@ -188,7 +189,7 @@ def vocabulary() -> Vocabulary:
     for schema in COMMANDS.values():
         values |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
     values |= dict.fromkeys(("env", "env.kind"), ("single_turn", *BUILT_IN))
-    commands = {}
+    commands, recipes = {}, (*names(),) if (OWN / "recipes").is_dir() else ()
     for one in ALL:
         schema, keys = COMMANDS.get("rl" if one.name == "plan" else one.name), set[str]()
         if schema:
@@ -197,7 +198,8 @@ def vocabulary() -> Vocabulary:
             keys = {*known, *presets(schema), *short}
         told = re.findall("--[a-z][a-z-]+", HELP.get(one.name, ""))
         flags = flags_of(one.name) if one.name in CONFIGURED else told
-        words = tuple(dict.fromkeys((*one.offered, *flags, "--help")))
+        shelf = recipes if one.name == "reproduce" else ()
+        words = tuple(dict.fromkeys((*one.offered, *shelf, *flags, "--help")))
         files = "any" if schema else "folders" if one.name not in ("doctor", "cache", "completion") else ""
         commands[one.name] = Completions(brief=one.brief, words=words, keys=tuple(sorted(keys)), files=files)
     free = sorted(key for key, doc in docs.items() if doc.type in NOTHING)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from birl.allocator import cores
 from birl.config.schema import RL, Engine, Eval, Stage, reward_functions
+from birl.errors import BirlError
 
 SELF = "self"  # value of algorithm.teacher: the model that learns
 CRITIC = ("gae", "turn_gae")  # advantages that need a critic
@@ -159,3 +160,14 @@ def total_steps(config: RL | Stage, rows: int, step: int = 0, consumed: int = 0)
     each = config.rollout.prompts if isinstance(config, RL) else config.batch_size
     left = max(config.epochs * rows - consumed, 0)
     return step + -(-left // each)
+
+
+def check_warmup(config: RL | Stage, rows: int) -> None:
+    """Raises `BirlError` if a run on so many rows (0: unknown) ends before its learning rate is optimizer.lr."""
+    each = config.algorithm.updates_per_batch * config.algorithm.passes if isinstance(config, RL) else 1
+    updates, warmup = each * (total_steps(config, rows) or 0), config.optimizer.warmup_steps
+    if 0 < updates <= warmup:
+        raise BirlError(
+            f"optimizer.warmup_steps={warmup}: the run has only {updates} optimizer step{'s' * (updates > 1)}, so it "
+            "would end before reaching optimizer.lr; lower it, or train longer."
+        )

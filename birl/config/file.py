@@ -68,8 +68,7 @@ class _Texts(yaml.BaseLoader):
                 )
             if isinstance(key, yaml.ScalarNode) and key.value == "<<":
                 raise yaml.constructor.ConstructorError(
-                    problem="merge keys (<<) are not supported; write out their contents",
-                    problem_mark=key.start_mark,
+                    problem="merge keys (<<) are not supported; write out their contents", problem_mark=key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

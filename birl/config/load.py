@@ -79,16 +79,14 @@ def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Confi
             _apply(config, setting, schema)
         except BirlError as error:
             errors.append(str(error))
-    if errors:
-        raise BirlError("\n".join(errors))
-    sources = {setting.key: setting for setting in settings}
+    docs, sources = documentation(schema), {setting.key: setting for setting in settings}
     result, refused = configured(schema, _values(config))
-    docs = documentation(schema)
-    if wrong := [_wrong_type(docs[key], sources[key]) for key, errors in refused.items() if wrong_type(errors)]:
-        raise BirlError("\n".join(wrong))
-    wrong = [refusal(docs[key], errors, _file_of(sources.get(key))) for key, errors in refused.items()]
-    if wrong := [*wrong, *rules(result)]:
-        raise BirlError("\n".join(wrong))
+    known = not errors and not any(map(wrong_type, refused.values()))  # what the rules compare
+    for key, why in refused.items():
+        place = _file_of(sources.get(key))
+        errors.append(_wrong_type(docs[key], sources[key]) if wrong_type(why) else refusal(docs[key], why, place))
+    if errors := [*errors, *(rules(result) if known else ())]:
+        raise BirlError("\n".join(errors))
     return result, choices
 
 

@@ -128,4 +128,4 @@ def meant(word: str, schema: type) -> str:
         return f" For the data in that file: {'data.validation' if schema is Eval else 'data.train'}={word}."
     if path.suffix.lower() in FILES:
         return f" There is no file {word} here."
-    return ""
+    return "" if "optimizer.lr" in keys else " There is no model or run of that name here."

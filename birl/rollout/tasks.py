@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
-from birl.config.decided import compares
+from birl.config.decided import check_warmup, compares
 from birl.data.tasks import SOURCES, Tasks, check_answers, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError, placed
 from birl.named import Given
@@ -39,6 +39,7 @@ def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given)
         if shared := overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0:
             print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
         tell_plain(policy.chat, [tasks[0] for tasks in train])
+    check_warmup(config, sum(map(len, train)))
     check_lengths(config, world, train, policy.chat)
     asked = lengths(config, world, policy, train, validation, context)
     return Loaded(context=context, train=train, validation=validation, asked=asked)

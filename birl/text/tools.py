@@ -181,10 +181,7 @@ def _made(chat: "Chat", messages: list[Dict], tools: Tools, answer: bool) -> str
     try:
         with deadline(SECONDS):
             made = chat.tokenizer.apply_chat_template(
-                messages,
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=answer,
-                tokenize=False,
+                messages, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=answer, tokenize=False
             )
     except Overdue as error:
         raise BirlError(

@@ -12,6 +12,7 @@ from birl.algorithms import preference
 from birl.algorithms.custom import part
 from birl.config import schema
 from birl.config.check import capacity_setting, needed_setting
+from birl.config.decided import check_warmup
 from birl.data.examples import Examples, load_examples
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
@@ -45,6 +46,7 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
     resume_from = find_checkpoint(config, setup.folder)
     policy = load_policy(config.model, setup.compute, setup.crew.ranks, config.lora.quantize)
     train, held_out = examples(config, policy, setup)
+    check_warmup(config, sum(map(len, train)))
     check_lengths(config, [e for s in (*train, *held_out) for e in s])
     worker = worker_of(config, policy, setup.crew, setup.folder)
     if not setup.dry_run:

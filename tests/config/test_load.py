@@ -267,7 +267,7 @@ def test_mistakes_are_explained(word: str, parts: list[str]):
 
 
 def test_all_mistakes_come_at_once():
-    assert len(message(TRAIN, "lr=1", "seed=x", "algorithm=z", "foo").splitlines()) == 4
+    assert len(message(TRAIN, "lr=1", "seed=x", "algorithm=z", "foo", "optimizer.lr=2").splitlines()) == 5
 
 
 def test_nearest_keys_are_valid_for_their_schema():

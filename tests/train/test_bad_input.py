@@ -34,6 +34,11 @@ LONG = {"prompt": "word " * 400, "answer": "1"}
             ["other.jsonl, row 2", "`answer` is empty", "Correct or remove"],
         ),
         (json.dumps(LONG).encode(), [], ["other.jsonl: every prompt", "504 tokens", "rollout.max_tokens=8: lower"]),
+        (
+            None,
+            ["steps=0", "optimizer.warmup_steps=3"],
+            ["optimizer.warmup_steps=3: the run has only 3 optimizer steps"],
+        ),
         (None, ["data.max_prompt_tokens=3"], ["data.jsonl: every prompt has more than 3", "data.max_prompt_tokens"]),
     ],
 )

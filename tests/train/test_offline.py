@@ -307,6 +307,12 @@ def test_kto_on_votes(tiny: Path, tmp_path: Path) -> None:
     assert steps[-1]["reward/chosen"] > 0 > steps[-1]["reward/rejected"]
 
 
+def test_a_warm_up_longer_than_the_epochs_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(BirlError, match=r"optimizer\.warmup_steps=99: the run has only \d+ optimizer steps?,"):
+        run(tiny, tmp_path, "sft", "steps=0", "optimizer.warmup_steps=99")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_too_long_for_a_micro_batch_is_told_before_the_first_step(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BirlError, match=r"longest pair \(both answers together\), \d+ tokens"):
         run(tiny, tmp_path, "rm", "learner.tokens_per_microbatch=60")

@@ -12,6 +12,7 @@ from birl.config.decided import (
     ENGINES,
     NAME,
     at_once,
+    check_warmup,
     kind_of,
     most_answers,
     proximal,
@@ -21,7 +22,7 @@ from birl.config.decided import (
 )
 from birl.config.keys import documentation, written
 from birl.config.schema import RL, SFT, Config, Eval, Serve, Stage, reward_functions
-from birl.errors import did_you_mean, no_file
+from birl.errors import BirlError, did_you_mean, no_file
 from birl.hub import addressed, is_address
 from birl.samples import LISTED, MOST
 
@@ -274,12 +275,10 @@ def _whole_rows(c: RL | Stage) -> Iterator[str]:
 
 
 def _run(c: RL | Stage) -> Iterator[str]:
-    updates = c.steps * (c.algorithm.updates_per_batch * c.algorithm.passes if isinstance(c, RL) else 1)
-    if c.steps and c.optimizer.warmup_steps >= updates:
-        yield (
-            f"optimizer.warmup_steps={c.optimizer.warmup_steps}: the run has only {updates} optimizer steps, so it "
-            "would end before reaching optimizer.lr; lower it."
-        )
+    try:
+        check_warmup(c, 0)
+    except BirlError as error:
+        yield str(error)
     for key, url in (("checkpoint.store", c.checkpoint.store), ("resume", c.resume)):
         if url.startswith("s3://") and find_spec("s3fs") is None:
             yield f"{key}={url}: s3fs is not installed; pip install 'birl[s3]'."

@@ -76,11 +76,7 @@ def command(
 
 
 def environment(
-    *,
-    cpu: bool = False,
-    kv_cache_gb: float = 1.0,
-    threads: str = "",
-    base: Mapping[str, str] | None = None,
+    *, cpu: bool = False, kv_cache_gb: float = 1.0, threads: str = "", base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Environment of vLLM's process, over `base` (default: this process's own). On a CPU: memory of the KV cache [GiB]
     and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""

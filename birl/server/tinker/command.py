@@ -75,12 +75,7 @@ def run(config: schema.Tinker) -> int:
         return follow(config)
     device, threads = choose(config.model.device), rank_threads(config)
     root = Path(config.folder).expanduser().resolve()
-    with (
-        alone(root),
-        listener(config) as sock,
-        ranks(config, root) as crew,
-        compute_thread(threads, device) as compute,
-    ):
+    with alone(root), listener(config) as sock, ranks(config, root) as crew, compute_thread(threads, device) as compute:
         return asyncio.run(_serve(config, known, root, sock, compute, crew))
 
 
