@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,12 @@ def assembled(setup: Setup[schema.Stage]) -> Loop:
     policy = load_policy(config.model, setup.compute, setup.crew.ranks, config.lora.quantize)
     train, held_out = examples(config, policy, setup)
     check_warmup(config, sum(map(len, train)))
-    check_lengths(config, [e for s in (*train, *held_out) for e in s])
+    check_lengths(config, [*chain(*train, *held_out)])
     worker = worker_of(config, policy, setup.crew, setup.folder)
     if not setup.dry_run:
         setup.claim(policy)
     rows = Rows(
-        train=[e for s in train for e in s],
-        held_out=[e for s in held_out for e in s],
-        stream=setup.stream(train),
-        batch_size=config.batch_size,
+        train=[*chain(*train)], held_out=[*chain(*held_out)], stream=setup.stream(train), batch_size=config.batch_size
     )
     size = len(rows.train)
     run = setup.run(worker, setup.tracker(size), size, bool(rows.held_out), resume_from)
