@@ -121,6 +121,22 @@ def test_damaged_samplers_are_left_out(tmp_path: Path, caplog: pytest.LogCapture
     assert caplog.text.count("is left out") == 4
 
 
+@pytest.mark.parametrize("wrong", [{"made": "x"}, {"size": None}, {"metadata": 3}])
+def test_an_item_with_a_value_of_another_type_is_left_out(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """Lists of its owner's items, which were sorted and added up, failed."""
+    store = kept(tmp_path)
+    for name in "ab":
+        store.write("sessions", name * 32, tenants.Session(owner="alice", metadata={}).about())
+    for file in (tmp_path / "sessions" / f"{'b' * 32}.json", store.run(BAD) / "weights/x/checkpoint.json"):
+        known = json.loads(file.read_text())
+        file.write_text(json.dumps(known | {key: v for key, v in wrong.items() if key in known}))
+    store = Store(tmp_path)
+    sessions = tenants.Sessions(store)
+    sessions.restore()
+    assert [c.run for c in store.of("alice")] == [GOOD]
+    assert sessions.of("alice") == ["a" * 32] if "size" not in wrong else len(sessions.of("alice")) == 2
+
+
 def test_pipes_hold_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock", mode=0o600)
     with pytest.raises(OSError, match="named pipe"), alone(tmp_path):

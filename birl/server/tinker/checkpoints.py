@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from birl.errors import BirlError
@@ -57,7 +58,7 @@ class Checkpoints:
     def restore(self) -> None:
         for id, file in self.store.files("samplers"):
             with left_out(file):
-                self.samplers[id] = Sampler(id, **read_json(file))
+                self.samplers[id] = TypeAdapter(Sampler).validate_python({"id": id, **read_json(file)})
 
     def save(self, run: Run, adapter: LowRankRun, kind: str, data: Mapping[str, Any], seq: int) -> Checkpoint:
         """Save a checkpoint. Raises `BirlError` for an invalid or existing name, and over the quota."""

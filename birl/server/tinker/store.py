@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -73,6 +74,9 @@ class Checkpoint:
     @property
     def path(self) -> str:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+READER = TypeAdapter(Checkpoint)
 
 
 class Store:
@@ -235,8 +239,7 @@ class Store:
     def _read(self) -> Iterator[Checkpoint]:
         for file in sorted((self.root / "runs").glob("*/*/*/checkpoint.json")):
             with left_out(file):
-                result = Checkpoint(**read_json(file))
-                result.expires = None if result.expires is None else float(result.expires)
+                result = READER.validate_python(read_json(file))
                 if result.kind in KINDS and self.folder(result) == file.parent:  # else its metadata are of another
                     yield result
 

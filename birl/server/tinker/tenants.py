@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from birl.errors import BirlError
 from birl.regular import read_json, read_text
 from birl.server.limits import Refused
@@ -194,7 +196,7 @@ class Sessions:
     def restore(self) -> None:
         for id, file in self.store.files("sessions"):
             with left_out(file):
-                self.by_id[id] = Session(**read_json(file))
+                self.by_id[id] = TypeAdapter(Session).validate_python(read_json(file))
 
     def of(self, owner: str) -> list[str]:
         """Session ids of an owner, the oldest first."""
