@@ -13,9 +13,11 @@ that nothing was trained twice.
 """
 
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,8 @@ def audit(run: Path) -> Audit:
     rows = [checked(run / FILE, number, row) for number, row in numbered(run / FILE)]
     result = Audit(lives=max((row["life"] for row in rows), default=0))
     began = {row["life"]: row["step"] for row in rows if row["event"] == "began"}
+    order = sorted(began)
+    kept = [*accumulate((began[life] for life in reversed(order)), min)][::-1]  # first step of this life and later ones
     open_tokens: dict[tuple[int, int], int] = {}
     trained_in: dict[int, int] = {}
     for row in rows:
@@ -129,8 +133,8 @@ def audit(run: Path) -> Audit:
                 result.problems.append(
                     f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {settled}"
                 )
-            kept = min((began[later] for later in began if later > life), default=row["step"])
-            if row["step"] > kept:
+            later = bisect_right(order, life)
+            if later < len(kept) and row["step"] > kept[later]:
                 result.tokens["redone"] += settled
                 continue
             if group in trained_in:
