@@ -112,7 +112,7 @@ async def stage(service: Service, request: Request) -> Response:
     version = request.path_params["version"]
     service.staging.begin(version)
     data = await body(request, service.staging.most + 2**24)  # a header of safetensors is smaller than that
-    size = service.staging.put(version, await asyncio.to_thread(read, data, version))
+    size = service.staging.put(version, await asyncio.to_thread(read, data, f"A piece of version {version}"))
     return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})
 
 
@@ -120,7 +120,7 @@ async def adapter(service: Service, request: Request) -> Response:
     """Store a LoRA adapter that requests may name."""
     name = request.path_params["name"]
     data = await body(request, service.staging.most + 2**24)
-    tensors = await asyncio.to_thread(read, data, 0)
+    tensors = await asyncio.to_thread(read, data, f"adapters/{name[:80]}")
     await asyncio.get_running_loop().run_in_executor(service.engine.compute, service.adapters.put, name, tensors)
     return reply({"adapter": name})
 

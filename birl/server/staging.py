@@ -74,13 +74,13 @@ class Staging:
         self.version, self.tensors = None, {}
 
 
-def read(data: bytes, version: int) -> dict[str, Tensor]:
-    """The tensors of one piece. Raises `WeightsFailed`."""
+def read(data: bytes, what: str) -> dict[str, Tensor]:
+    """The tensors of `what`, a safetensors file. Raises `WeightsFailed`."""
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError) as error:
         why = first_line(error)
-        raise WeightsFailed("truncated", f"A piece of version {version} is damaged: {why}.") from error
+        raise WeightsFailed("truncated", f"{what} is damaged: {why}.") from error
 
 
 @dataclass(slots=True)

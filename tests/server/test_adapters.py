@@ -64,6 +64,19 @@ async def test_an_answer_is_the_engines_own(folders, compute, kind) -> None:
     await adapter.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_end_tokens_of_the_request_and_of_the_model_are_sent(folders, compute, kind) -> None:
+    adapter, double = pair(kind, folders, compute)
+    whole = await adapter.generate(PROMPT, params(40))
+    token = next(t for t in whole.ids if t != 2)
+    cut = await adapter.generate(PROMPT, params(40, stop_ids=(token,)))
+    assert cut.ids == whole.ids[: whole.ids.index(token) + 1] and cut.stop is Stop.STOP
+    await adapter.generate(PROMPT, SamplingParams(max_tokens=4, stop_ids=(token,)))
+    sent = [body["sampling_params"]["stop_token_ids"] for body in double.bodies]
+    assert sent == [[], [token], sorted({2, token})]
+    await adapter.close()
+
+
 @needs_kernels  # without them PyTorch rounds a token by the batch that it comes in
 @pytest.mark.parametrize("kind", KINDS)
 async def test_given_tokens_are_scored(folders, compute, kind) -> None:

@@ -299,6 +299,8 @@ def test_loading_what_cannot_be_read_stops_nobody(tmp_path_factory: pytest.TempP
             assert reply.status_code == 409 and said in reply.json()["error"]["message"], reply.text
         reply = server.http.put("/adapters/x", content=b"\2\0\0\0\0\0\0\0{}")
         assert reply.status_code == 400 and "it has no tensors" in reply.json()["error"]["message"], reply.text
+        reply = server.http.put("/adapters/x", content=b"PK\3\4")
+        assert "adapters/x is damaged: " in reply.json()["error"]["message"], reply.text
         go, weights = threading.Event(), server.service.engine.weights
         monkeypatch.setattr(weights.__class__, "stage", lambda *_: go.wait(20))
         late: list[httpx.Response] = []
