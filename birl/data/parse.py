@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def parse_json(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_value(text: str, path: Path, line: int) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path, line))
+        value = json.loads(text, object_pairs_hook=lambda pairs: unique(pairs, path, line))
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -131,11 +132,10 @@ def _parse_value(text: str, path: Path, line: int) -> Any:
         ) from error
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path, line: int) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]], path: Path, line: int) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in names if names.count(name) > 1)
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise BirlError(f"{path}, line {line}: the key {name!r:.80} is there twice in one object. Remove one.")
     return result
 

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from birl.data.parse import unique
 from birl.errors import BirlError, did_you_mean, first_line, placed
 from birl.plan.fleet import Draws
 from birl.plan.run_figures import from_run
@@ -240,9 +241,12 @@ def _file(path: Path) -> Mapping[str, Any]:
             "folder of a run, or section.key=value."
         ) from None
     try:
-        result = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
-    except (json.JSONDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise BirlError(f"{path}: {first_line(error)}") from None
+        if path.suffix == ".json":
+            result = json.loads(text, object_pairs_hook=lambda pairs: unique(pairs, path, 1))
+        else:
+            result = OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise BirlError(f"{path}: {getattr(error, 'problem', None) or first_line(error)}") from None
     if not isinstance(result, Mapping):
         raise BirlError(f"{path}: must hold sections ({', '.join(SECTIONS)}), each with its keys.")
     return result

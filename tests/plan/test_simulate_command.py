@@ -160,3 +160,16 @@ def test_a_mistake_in_a_file_names_it(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "mine.json").write_text('{"engine": {"base": "x"}}')
     assert main(["plan", "--simulate", str(tmp_path / "mine.json")]) == 2
     assert "mine.json: engine.base='x': must be a number" in capsys.readouterr().err
+
+
+def test_a_file_that_names_a_key_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one won."""
+    for name, text, part in (
+        ("twice.json", '{"engine": {"base": 1, "base": 2}}', "line 1: the key 'base' is there twice in one object"),
+        ("twice.yaml", "engine: {base: 1, base: 2}", "found duplicate key base"),
+        ("deep.json", "[" * 99999, "maximum recursion depth"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main(["plan", "--simulate", str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err
+        assert f"{name}: {part}" in told or f"{name}, {part}" in told
