@@ -12,7 +12,7 @@ import inspect
 import symtable
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,17 @@ class Names:
     """Functions of the library. If the solution has its own, it must return the same."""
 
 
-def names_of(source: str) -> Names:
+def names_of(source: str, own: Iterable[str] = ()) -> Names:
     """Classify the global names of a test. Modules used only for their attributes, as in `math.isclose`, are the
     library's. So are names in `HELPERS`, if another name can only be the solution's: otherwise they are tested
     themselves. Functions that take results of the solution, as in `isclose(f(1), 2)`, and classes are then never the
-    solution's. Raises `Unfit`."""
+    solution's. `own`: all names of the solution, for a test that may name it in a text. Raises `Unfit`."""
     try:
         tree, table = ast.parse(source), symtable.symtable(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unfit(f"it is no Python: {error}") from None
-    result = set(_globals(table))
+    others = {*dir(builtins), *sys.stdlib_module_names, *OTHERS}
+    result = set(_globals(table)) | {name for name in own if name not in others and not name.startswith("__")}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     held = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     asked = result - {node.id for node in nodes if node not in held}
