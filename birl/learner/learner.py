@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.errors import BirlError
+from birl.foreign import described
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw
 from birl.learner.outputs import Compared, Outputs, recompute
@@ -208,7 +210,12 @@ class Learner:
             value, figures = loss(logp, entropy, batch)
             parts = {} if chosen is None else {BALANCE: balance(seen, batch.copies, chosen)}
             total = value if chosen is None else value + self.router_aux_coef * parts[BALANCE]
-            total.backward()
+            try:
+                total.backward()
+            except Exception as error:
+                if (own := getattr(value, "own", "")) and not isinstance(error, torch.OutOfMemoryError):
+                    raise BirlError(f"{own}: the backward pass failed: {described(error)}") from error
+                raise
         stats.add(value, figures, len(batch.tokens), parts)
         if wait:
             stats.read()

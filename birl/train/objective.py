@@ -165,6 +165,7 @@ class Objective:
             figures |= critic_figures(batch.predicted, batch.returns, each, clipped)
         if self.surrogate.own and logp.requires_grad and not loss.requires_grad:
             raise BirlError(f"{self.surrogate.own}: its loss has no gradient; compute it from logp without detach().")
+        loss.own = self.surrogate.own  # pyright: ignore  named if the backward pass fails
         return loss, figures
 
     def proximal(self, logp: Tensor, batch: Batch) -> Tensor:

@@ -336,6 +336,14 @@ SURROGATES = {
     "words": ("'loss'", r"must give the loss of each of \d+ tokens"),
     "no tensor": ("logp[10**6]", r"mine\.py:loss: it failed: \S*mine\.py:2: IndexError"),
     "no gradient": ("-logp.detach() * advantages", r"mine\.py:loss: its loss has no gradient"),
+    "no backward": (
+        "Bad.apply(logp) * advantages",
+        r"mine\.py:loss: the backward pass failed: \S*mine\.py:7: ZeroDivisionError: division by zero",
+    ),
+    "changed in place": (
+        "(lambda e: (e * advantages.exp(), e.mul_(2))[0])(logp.exp())",
+        r"mine\.py:loss: the backward pass failed: .*modified by an inplace operation",
+    ),
     "one ratio": ("Surrogate(-logp * advantages, logp[:1], logp > 0)", r"not shapes \(\d+,\), \(1,\), \(\d+,\)"),
 }
 
@@ -344,7 +352,9 @@ SURROGATES = {
 def test_a_surrogate_of_ones_own(tiny: Path, tmp_path: Path, kind: str) -> None:
     value, message = SURROGATES[kind]
     text = "from birl.algorithms.surrogates import Surrogate\ndef loss(logp, old_logp, advantages, sample): return "
-    (tmp_path / "mine.py").write_text(text + value)
+    bad = "\nimport torch\nclass Bad(torch.autograd.Function):\n    forward = staticmethod(lambda ctx, x: x + 0)"
+    bad += "\n    @staticmethod\n    def backward(ctx, grad): return grad * (1 / 0)\n"
+    (tmp_path / "mine.py").write_text(text + value + bad)
     words = (f"algorithm.surrogate={tmp_path}/mine.py:loss", "steps=1")
     if message:
         with pytest.raises(BirlError, match=message):
