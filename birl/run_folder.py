@@ -5,6 +5,8 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from birl.models.load import save_hf_config
 from birl.models.vision import PROCESSORS
 from birl.parallel.ranks import Ranks
 from birl.regular import clear, write_whole
+from birl.text import jinja
 from birl.track.folder_lock import check_same, plain, unwritable
 
 #: what changed after a checkpoint was saved -> what follows for a run that goes on from it
@@ -86,7 +89,14 @@ def _gone_on(chosen: object, run: Path, newest: Path) -> BirlError:
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
-    """The checkpoint to continue from. Raises `BirlError` for a run folder of another configuration."""
+    """The checkpoint to continue from; chat templates stay at its time. Raises `BirlError`, see `check_same`."""
+    result, jinja.now = _chosen(config, run), datetime.now()
+    with suppress(BirlError, KeyError, TypeError, ValueError):  # a damaged one is set aside later
+        jinja.now = datetime.fromisoformat(step_folders.read_state(result)["given"]["time"]) if result else jinja.now
+    return result
+
+
+def _chosen(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     there = step_folders.saved(run / "checkpoints")
     newest = there[-1].path if there else None  # if it is damaged, it is set aside with a warning
     if newest is None and config.checkpoint.store:
@@ -150,8 +160,8 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
 
 
 def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks: Ranks) -> dict[str, str]:
-    """The device, and digests of what a run reads beside its configuration: rows of each source (their number, and 64
-    of them), chat template, and weights of model.path where the `objective` compares with them."""
+    """The device, the templates' time, and digests of what a run reads beside its configuration: rows of each source
+    (their number, and 64 of them), chat template, and weights of model.path if the `objective` compares with them."""
     rows = [source[i] for source in train for i in range(0, len(source), -(-len(source) // 64) or 1)]
     fields = [getattr(row, name, None) for row in rows for name in ("id", "prompt", "answer", "sequences")]
     texts = {"data.train": (list(map(len, train)), fields), "The chat template": policy.tokenizer.chat_template}
@@ -161,7 +171,7 @@ def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks:
     if frozen and not ranks.sharded:
         tensors = chain(policy.model.named_parameters(), policy.model.named_buffers())  # quantised weights are buffers
         result["model.path"] = whole(digests({name: t for name, t in tensors if not t.is_meta}))
-    return result | {"device": device.described(device.device_of(policy.model))}
+    return result | {"device": device.described(device.device_of(policy.model)), "time": str(jinja.now)}
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str], own: bool) -> list[str]:

@@ -41,7 +41,7 @@ STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "best_step": ("a whole number or null", lambda value: value is None or _whole(value)),
     "spent": ("a number", _number),
     **dict.fromkeys(("first_validation", "last_validation"), ("a validation or null", _validation)),
-    "extra": ("an object", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("extra", "given"), ("an object", lambda value: isinstance(value, dict))),
     **dict.fromkeys(("totals", "logs"), ("an object of whole numbers", _counts)),
 }
 

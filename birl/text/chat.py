@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from birl.errors import BirlError, HistoryRewritten
+from birl.foreign import Overdue
 from birl.text import formats
 from birl.text import tools as templates
 from birl.text.bounds import CHARACTERS
@@ -28,7 +29,7 @@ from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
 from birl.text.pictures import FIRST, Pictures
 from birl.text.thinking import ParsedReply, tags_of
-from birl.types import PLACE, Conversation, Message, Picture
+from birl.types import Conversation, Message, Picture
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content=MARK))
 Tools = Sequence[Mapping[str, Any]]
@@ -93,7 +94,9 @@ class Chat:
         """The first special token that the template writes behind an answer, if any."""
         try:
             behind = self.encode(self._text(PROBE, answer=False).partition(MARK)[2])
-        except BirlError:  # there is no template, or it refuses this conversation
+        except BirlError as error:  # there is no template, or it refuses this conversation
+            if isinstance(error.__cause__, Overdue):
+                raise
             return frozenset()
         added = self.tokenizer.added_tokens_decoder
         return frozenset([i for i in behind if i in added and added[i].special][:1])
@@ -175,7 +178,9 @@ class Chat:
         templates.check(self, [templates.as_dict(m) for m in messages], ())
         bound = None if most is None else CHARACTERS * most + 1
         if "all" in roles:
-            whole = self.encode_with(self._text(messages, answer=False)[:bound], seen(messages))
+            text = self._text(messages, answer=False)
+            templates.check_kept(enumerate(messages) if text == text[:bound] else (), text, self.tags)
+            whole = self.encode_with(text[:bound], seen(messages))
             return whole, (True,) * len(whole)
         ids: list[int] = []
         mask: list[bool] = []
@@ -197,9 +202,12 @@ class Chat:
             mask += [unended and i == 0 for i in range(len(before))]
             unended = message.role == "assistant" and whole
             if unended:
-                _check_kept(message, n, closed[len(opened) :], self.tags)
-                cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=0)
-                cut, unended = cut or len(own), not cut
+                templates.check_kept([(n, message)], closed[len(opened) :], self.tags)
+                ends = [i + 1 for i, t in enumerate(own) if t in self.end_ids]
+                while len(ends) > 1 and not self.decode(own[ends[-2] : ends[-1] - 1]).strip():
+                    ends.pop()  # Phi-3 writes another one behind the last answer alone, which is never sampled
+                    closed, own = closed.removesuffix(self.decode(own[ends[-1] :])), own[: ends[-1]]
+                cut, unended = ends[-1] if ends else len(own), not ends
             ids += own
             mask += [True] * cut + [False] * (len(own) - cut)
             done = closed
@@ -344,23 +352,6 @@ class Chat:
 
 def seen(messages: Sequence[Message]) -> tuple[Picture, ...]:
     return tuple(picture for message in messages for picture in message.pictures)
-
-
-def _check_kept(message: Message, place: int, made: str, tags: tuple[str, str] | None) -> None:
-    """Raises `BirlError` if the template wrote less than the whole content of a message as `made`. Blanks, case, and
-    tags of thinking, which it may write itself, are not compared."""
-
-    def bare(text: str) -> str:
-        for tag in tags or ():
-            text = text.replace(tag, "").replace(tag.strip(), "")
-        return "".join(text.lower().split())
-
-    if not all(bare(part) in bare(made) for part in message.content.split(PLACE)):
-        raise BirlError(
-            f"The chat template leaves out a part of the assistant's content (messages.{place}), such as thinking or "
-            f"text beside a call, so the model would not learn it. Remove that part, or use another template "
-            "(model.chat_template=hermes, or FILE.jinja)."
-        )
 
 
 def _marked(own: Dict) -> Dict:

@@ -6,6 +6,7 @@ can be larger than its inputs is checked: before it, if a factor tells the size,
 
 import re
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sized, ValuesView
+from datetime import datetime
 from functools import wraps
 from itertools import chain
 from string import Formatter
@@ -24,6 +25,8 @@ SIZED = re.compile("batch|center|expandtabs|indent|ljust|rjust|round|slice|to_by
 HOLDERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _WIDE = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*?(?:\*|\d{6})")
 _spent = local()
+#: time that templates get, by default the current one; a run's stands still, also at midnight and when it resumes
+now: datetime | None = None
 
 
 class TooLarge(Exception):
@@ -171,6 +174,10 @@ class Bounded(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.filters = _Filters(self.filters)
+
+    def from_string(self, *args: Any, **kwargs: Any) -> Any:
+        self.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
+        return super().from_string(*args, **kwargs)
 
     def concat(self, parts: Iterable[str]) -> str:
         total, kept = 0, []

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,8 @@ def in_parts(chat: "Chat") -> bool:
     asked = {"role": "user", "content": MARK}
     try:
         told = [MARK in _made(chat, [m], (), True).lower() for m in (asked, with_parts(asked, always=True))]
+    except BirlError:
+        raise
     except Exception:  # Jinja raises whatever the template wants
         return False
     return told == [False, True]
@@ -240,6 +242,25 @@ def _call(function: Mapping[str, Any]) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def check_kept(messages: Iterable[tuple[int, Message]], made: str, tags: tuple[str, str] | None) -> None:
+    """Raises `BirlError` if the template wrote less than the whole content of the assistant's messages, each with
+    its place, as `made`. Blanks, case, and tags of thinking, which it may write itself, are not compared."""
+
+    def bare(text: str) -> str:
+        for tag in tags or ():
+            text = text.replace(tag, "").replace(tag.strip(), "")
+        return "".join(text.lower().split())
+
+    made = bare(made)
+    for place, message in messages:
+        if message.role == "assistant" and not all(bare(part) in made for part in message.content.split(PLACE)):
+            raise BirlError(
+                f"The chat template leaves out a part of the assistant's content (messages.{place}), such as thinking "
+                "or text beside a call, so the model would not learn it. Remove that part, or use another template "
+                "(model.chat_template=hermes, or FILE.jinja)."
+            )
 
 
 def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:

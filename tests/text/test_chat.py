@@ -319,3 +319,24 @@ def test_nothing_stops_what_holds_no_stop_string(text: str, stop: list[str]) -> 
 )
 def test_stop_strings(text: str, stop: tuple[str, ...], said: str | None) -> None:
     assert stops_at(text, stop) == said
+
+
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
+)
+
+
+def test_phi_3_is_not_trained_on_what_follows_its_end_token() -> None:
+    """It writes a line break and another end token behind the last answer, and the first one ends it."""
+    own = with_template(PHI3)
+    own.tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<|end|>"], special_tokens=True)
+    end = int(own.tokenizer.convert_tokens_to_ids("<|end|>"))  # pyright: ignore
+    assert own.ends_written() == {end}
+    own.end_ids = frozenset({END, end})
+    talk = (user("Hi"), user("A", "assistant"), user("Why?"), user("B", "assistant"))
+    for messages in (talk[:2], talk):
+        ids, mask = own.conversation(messages)
+        trained = own.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
+        assert trained == "".join(f"{m.content}<|end|>" for m in messages if m.role == "assistant")
+        assert own.decode(ids) == own.text(messages).removesuffix("\n<|assistant|>\n")

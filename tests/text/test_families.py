@@ -303,6 +303,8 @@ CALLED = (ToolCall(name="add", arguments="{}"),)
 def test_what_a_template_leaves_out_of_an_answer_is_not_trained_in_silence(name: str, said: Message) -> None:
     with pytest.raises(BirlError, match=r"leaves out a part of the assistant's content \(messages\.1\)"):
         chat(name).conversation((user("Hi"), said))
+    with pytest.raises(BirlError, match=r"leaves out a part of the assistant's content \(messages\.1\)"):
+        chat(name).conversation((user("Hi"), said, user("Why?")), ("all",))
     whole = Message(role="assistant", content="<think>3 + 4</think>\n7")
     ids, mask = chat("qwen3").conversation((user("Hi"), whole))
     trained = [token for token, own in zip(ids, mask, strict=True) if own]

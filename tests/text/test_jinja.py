@@ -1,5 +1,7 @@
 """A chat template from anywhere takes neither all memory nor all time."""
 
+from datetime import datetime
+
 import pytest
 
 from birl.errors import BirlError
@@ -95,3 +97,30 @@ def test_templates_that_transformers_compiled_before_are_bounded_too() -> None:
         foreign._compile_jinja_template(str(chat.tokenizer.chat_template))
         with pytest.raises(BirlError, match="The chat template makes a value of more than"):
             tools.text(chat, [{"role": "user", "content": "Hi"}])
+
+
+DATED = (
+    "{{ strftime_now('%Y-%m-%d %H:%M') }} {% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_the_time_of_a_run_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over midnight a conversation began anew, and a resumed run had other prompts."""
+    chat, asked = chat_of(DATED + "{{ 'assistant: ' if add_generation_prompt }}"), (Message(role="user", content="Hi"),)
+    monkeypatch.setattr(jinja, "now", datetime(2030, 12, 31, 23, 59))
+    prompt, reply = chat.render(asked), (*chat.encode("7"), 2)
+    assert chat.decode(prompt).startswith("2030-12-31 23:59 ")
+    assert chat.extend(prompt, reply, (Message(role="user", content="Why?"),), (), asked)[: len(prompt)] == prompt
+
+
+def test_an_endless_template_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took ten seconds, several times over."""
+    monkeypatch.setattr(tools, "SECONDS", 0.1)
+    chat, starts = chat_of("{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"), []
+    bounded = jinja.bounded
+    monkeypatch.setattr(jinja, "bounded", lambda: (starts.append(1), bounded()))
+    with pytest.raises(BirlError, match=r"took longer than 0\.1 s"):
+        chat.ends_written()
+    with pytest.raises(BirlError, match=r"took longer than 0\.1 s"):
+        chat.render((Message(role="user", content="Hi"),))
+    assert len(starts) == 2

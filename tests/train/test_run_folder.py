@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from birl import run_folder
 from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
@@ -17,6 +19,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint, step_folders
 from birl.preflight import ended
 from birl.run_folder import chosen_checkpoint
+from birl.text import jinja
 from birl.track import folder_lock, runs
 from birl.track.folder_lock import held
 from birl.track.summary import facts, lines
@@ -143,3 +146,15 @@ def test_the_end_of_a_run_counts_failed_episodes(tmp_path: Path) -> None:
     records = [{"step": i, "outcome/env_error": 3, "outcome/timeout": 1} for i in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert dict(lines(facts(tmp_path)))["failed"].startswith("8 episodes, without a reward")
+
+
+def test_a_run_that_resumes_on_another_day_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates with the date gave the resumed run other prompts; what is damaged has no date."""
+    monkeypatch.setattr(jinja, "now", None)
+    monkeypatch.setattr(run_folder, "_chosen", lambda config, run: run)
+    state = tmp_path / "state.json"
+    for given in ({"given": {"time": "2030-12-31 23:59:59.500000"}}, {"given": {"time": "x"}}, {"given": []}, {}):
+        state.write_text(json.dumps({"step": 2, **given}))
+        assert run_folder.find_checkpoint(load(schema.RL, ["data.train=x"]), tmp_path) == tmp_path
+        right = datetime(2030, 12, 31, 23, 59, 59, 500000)
+        assert jinja.now == right if "2030" in str(given) else datetime.now() - jinja.now < timedelta(days=1)
