@@ -149,8 +149,7 @@ class Objective:
             held_coef=keys.held_coef * ~fresh,  # nothing has moved: the sign of what rounding leaves is no direction
             entropy_coef=keys.entropy_coef,
         )
-        figures["gap"] = (logp - batch.logprobs).abs() * fresh
-        figures["fresh"] = fresh.float()
+        figures |= {"gap": (logp - batch.logprobs).abs() * fresh, "fresh": fresh.float()}
         if batch.divergence is not None:
             told = batch.weights * (not keys.hint) if batch.hinted is None else batch.hinted.weights
             loss = loss + keys.teacher_coef * (batch.divergence * told).sum()
