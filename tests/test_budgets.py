@@ -99,7 +99,7 @@ def reading_path() -> list[Path]:
     # functions, ranks on several machines, and bounds of what servers parse
     # 340 for guards of processes, exports and caches that kills and full disks leave whole, and vLLM's pictures
     # 56 for the date in templates, end tokens of Phi 3, tests that name a solution in a text, and losses that fail late
-    [("lines", 84_326), ("files", 488), ("lines of train/", 2_800), ("lines to read", 8_310), ("files to read", 37)],
+    [("lines", 84_336), ("files", 488), ("lines of train/", 2_800), ("lines to read", 8_310), ("files to read", 37)],
 )
 def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
     every = list(modules().values())
