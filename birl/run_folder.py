@@ -23,7 +23,7 @@ from birl.models.load import save_hf_config
 from birl.models.vision import PROCESSORS
 from birl.parallel.ranks import Ranks
 from birl.regular import clear, write_whole
-from birl.text import jinja
+from birl.text import tools
 from birl.track.folder_lock import check_same, plain, unwritable
 
 #: what changed after a checkpoint was saved -> what follows for a run that goes on from it
@@ -90,9 +90,9 @@ def _gone_on(chosen: object, run: Path, newest: Path) -> BirlError:
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """The checkpoint to continue from; chat templates stay at its time. Raises `BirlError`, see `check_same`."""
-    result, jinja.now = _chosen(config, run), datetime.now()
+    result, tools.now = _chosen(config, run), datetime.now()
     with suppress(BirlError, KeyError, TypeError, ValueError):  # a damaged one is set aside later
-        jinja.now = datetime.fromisoformat(step_folders.read_state(result)["given"]["time"]) if result else jinja.now
+        tools.now = datetime.fromisoformat(step_folders.read_state(result)["given"]["time"]) if result else tools.now
     return result
 
 
@@ -171,7 +171,7 @@ def given(policy: Policy, train: Sequence[Sequence[Any]], objective: Any, ranks:
     if frozen and not ranks.sharded:
         tensors = chain(policy.model.named_parameters(), policy.model.named_buffers())  # quantised weights are buffers
         result["model.path"] = whole(digests({name: t for name, t in tensors if not t.is_meta}))
-    return result | {"device": device.described(device.device_of(policy.model)), "time": str(jinja.now)}
+    return result | {"device": device.described(device.device_of(policy.model)), "time": str(tools.now)}
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str], own: bool) -> list[str]:

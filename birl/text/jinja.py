@@ -16,6 +16,8 @@ from typing import Any
 from jinja2 import compiler, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from birl.text import tools
+
 LARGEST = 2**23  # largest value [characters, with everything that it contains written out]
 TOGETHER = 2**29  # largest total of all values of one rendering [characters]
 WIDEST = 10**5  # largest width, indent or repetition passed as a number
@@ -25,8 +27,6 @@ SIZED = re.compile("batch|center|expandtabs|indent|ljust|rjust|round|slice|to_by
 HOLDERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _WIDE = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*?(?:\*|\d{6})")
 _spent = local()
-#: time that templates get, by default the current one; a run's stands still, also at midnight and when it resumes
-now: datetime | None = None
 
 
 class TooLarge(Exception):
@@ -176,7 +176,7 @@ class Bounded(ImmutableSandboxedEnvironment):
         self.filters = _Filters(self.filters)
 
     def from_string(self, *args: Any, **kwargs: Any) -> Any:
-        self.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
+        self.globals["strftime_now"] = lambda form: (tools.now or datetime.now()).strftime(form)
         return super().from_string(*args, **kwargs)
 
     def concat(self, parts: Iterable[str]) -> str:

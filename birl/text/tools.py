@@ -5,6 +5,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]
 TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=hermes, or FILE.jinja)."
 SECONDS = 10.0  # timeout of one rendering
+#: time that templates get, by default the current one; a run's stands still, also at midnight and when it resumes
+now: datetime | None = None
 LAST = re.compile(r"\s*<[^<>\s]+>\s*\Z")
 NAME = "birl_probe"
 TOOL = {

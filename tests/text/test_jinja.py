@@ -107,7 +107,7 @@ DATED = (
 def test_the_time_of_a_run_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over midnight a conversation began anew, and a resumed run had other prompts."""
     chat, asked = chat_of(DATED + "{{ 'assistant: ' if add_generation_prompt }}"), (Message(role="user", content="Hi"),)
-    monkeypatch.setattr(jinja, "now", datetime(2030, 12, 31, 23, 59))
+    monkeypatch.setattr(tools, "now", datetime(2030, 12, 31, 23, 59))
     prompt, reply = chat.render(asked), (*chat.encode("7"), 2)
     assert chat.decode(prompt).startswith("2030-12-31 23:59 ")
     assert chat.extend(prompt, reply, (Message(role="user", content="Why?"),), (), asked)[: len(prompt)] == prompt

@@ -19,7 +19,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint, step_folders
 from birl.preflight import ended
 from birl.run_folder import chosen_checkpoint
-from birl.text import jinja
+from birl.text import tools
 from birl.track import folder_lock, runs
 from birl.track.folder_lock import held
 from birl.track.summary import facts, lines
@@ -150,11 +150,11 @@ def test_the_end_of_a_run_counts_failed_episodes(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_on_another_day_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates with the date gave the resumed run other prompts; what is damaged has no date."""
-    monkeypatch.setattr(jinja, "now", None)
+    monkeypatch.setattr(tools, "now", None)
     monkeypatch.setattr(run_folder, "_chosen", lambda config, run: run)
     state = tmp_path / "state.json"
     for given in ({"given": {"time": "2030-12-31 23:59:59.500000"}}, {"given": {"time": "x"}}, {"given": []}, {}):
         state.write_text(json.dumps({"step": 2, **given}))
         assert run_folder.find_checkpoint(load(schema.RL, ["data.train=x"]), tmp_path) == tmp_path
         right = datetime(2030, 12, 31, 23, 59, 59, 500000)
-        assert jinja.now == right if "2030" in str(given) else datetime.now() - jinja.now < timedelta(days=1)
+        assert tools.now == right if "2030" in str(given) else datetime.now() - tools.now < timedelta(days=1)
