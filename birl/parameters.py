@@ -164,9 +164,11 @@ def changed(keys: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in keys.items() if v != docs[k].default}
 
 
-def clip_keys(low: float | None, high: float | None) -> dict[str, Any]:
-    """Keys of the clip range; the lower bound alone sets both."""
-    given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+def clip_keys(low: float | None, high: float | None, surrogate: str | None) -> dict[str, Any]:
+    """Keys of the clip range; `low` alone sets both bounds, of cispo the upper one."""
+    cispo = surrogate == "cispo"
+    upper = low if high is None else trl.above_one(high) if cispo else high
+    given = {"algorithm.clip_low": None if cispo else low, "algorithm.clip_high": upper}
     return {key: value for key, value in given.items() if value is not None}
 
 

@@ -308,11 +308,12 @@ def _loss(names: Names) -> dict[str, Any]:
     own = loss in ("cispo", "sapo", "gspo")  # their clips are of another kind
     low, high = names.get("epsilon"), names.get("epsilon_high")
     if low is not None and (not own or names.meant("epsilon")):
-        result |= {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+        result |= {} if loss == "cispo" else {"algorithm.clip_low": low}  # cispo has no lower bound
+        result["algorithm.clip_high"] = low if high is None else high
     elif high is not None:
         result["algorithm.clip_high"] = high
     if high is not None and loss == "cispo":
-        result["algorithm.clip_high"] = high - 1  # TRL bounds the ratio itself
+        result["algorithm.clip_high"] = above_one(high)
     if names.get("delta") is not None:
         result["algorithm.dual_clip"] = names.get("delta")
     if (scale := names.get("scale_rewards")) is not None:
@@ -323,6 +324,14 @@ def _loss(names: Names) -> dict[str, Any]:
         pos, neg = names.get("sapo_temperature_pos", 1.0), names.get("sapo_temperature_neg", 1.05)
         result["algorithm.surrogate_args"] = [f"tau_positive={pos}", f"tau_negative={neg}"]
     return result
+
+
+def above_one(high: float) -> float:
+    """The upper clip of cispo from TRL's epsilon_high, which bounds the ratio itself. Raises `BirlError`."""
+    if high < 1:
+        fix = f"give {1 + high:g} if ratios may rise to that"
+        raise BirlError(f"epsilon_high={high:g}: with loss_type=cispo it bounds the ratio itself, as in TRL; {fix}.")
+    return high - 1
 
 
 def _preference(names: Names) -> dict[str, Any]:

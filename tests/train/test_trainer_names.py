@@ -58,7 +58,7 @@ def test_loss_types_are_those_of_the_presets(make: Make, loss: str) -> None:
         assert getattr(algorithm, key) == getattr(preset, key), key
 
 
-@pytest.mark.parametrize("loss", ["cispo", "gspo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss", ["gspo", "dapo", "dr_grpo"])
 def test_a_clip_range_that_is_given_wins_over_the_loss_type(make: Make, loss: str) -> None:
     def clips(**arguments: Any) -> tuple[float, float]:
         algorithm = make(loss_type=loss, **arguments).config.algorithm
@@ -68,6 +68,19 @@ def test_a_clip_range_that_is_given_wins_over_the_loss_type(make: Make, loss: st
     assert clips(epsilon=0.3) == (0.3, 0.3) and clips(epsilon=0.2) == (0.2, 0.2)
     assert clips(epsilon=0.1, epsilon_high=0.4) == (0.1, 0.4)
     assert clips(epsilon_high=0.5) == (low, 0.5) and clips(overrides={"algorithm.clip_low": 0.05}) == (0.05, high)
+
+
+def test_the_upper_bound_of_cispo_is_the_ratio_however_it_is_given(make: Make) -> None:
+    """TRL clamps the ratio at epsilon_high; 5 is ScaleRL's."""
+    both = {"loss_type": "cispo", "epsilon_high": 5.0}
+    for names in (both, {"args": both}, {"args": {"loss_type": "cispo"}, "epsilon_high": 5.0}):
+        algorithm = make(**names).config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high) == (1.0, 4.0), names
+    for names in ({"loss_type": "cispo", "epsilon": 0.3}, {"args": {"loss_type": "cispo", "epsilon": 0.3}}):
+        algorithm = make(**names).config.algorithm
+        assert (algorithm.clip_low, algorithm.clip_high) == (1.0, 0.3), names  # as in TRL and MRL, no lower bound
+    with pytest.raises(BirlError, match=r"epsilon_high=0.28: .* the ratio itself.*; give 1.28"):
+        make(loss_type="cispo", epsilon_high=0.28)
 
 
 SCALES = {True: "group", False: "none", "group": "group", "batch": "rewards", "none": "none"}
