@@ -164,14 +164,6 @@ def changed(keys: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in keys.items() if v != docs[k].default}
 
 
-def clip_keys(low: float | None, high: float | None, surrogate: str | None) -> dict[str, Any]:
-    """Keys of the clip range; `low` alone sets both bounds, of cispo the upper one."""
-    cispo = surrogate == "cispo"
-    upper = low if high is None else trl.above_one(high) if cispo else high
-    given = {"algorithm.clip_low": None if cispo else low, "algorithm.clip_high": upper}
-    return {key: value for key, value in given.items() if value is not None}
-
-
 def check_names(names: Iterable[str], known: list[str]) -> None:
     """Raises `BirlError` for the first name that neither TRL nor `Trainer` has, with suggestions."""
     name = next((name for name in names if not trl.knows(name)), "")

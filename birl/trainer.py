@@ -27,7 +27,6 @@ from birl.parameters import (
     answer_tokens,
     changed,
     check_names,
-    clip_keys,
     env_of,
     fitting,
     is_lora,
@@ -190,8 +189,8 @@ class Trainer(Started):
     prompts per step; max_steps: -1 means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo |
     bnpo | dapo | dr_grpo | cispo | sapo | gspo: surrogate, clips, denominator and scale of the preset of that name
     (dr_grpo). epsilon, epsilon_high: clip range, instead of that; epsilon alone is both sides; of cispo, epsilon_high
-    bounds the ratio itself, as in TRL. scale_rewards: group | batch | none, instead of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule":
-    "cosine"}.
+    bounds the ratio itself, as in TRL. scale_rewards: group | batch | none, instead of that. output_dir: the run
+    folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
 
     num_rollout_workers: engines in separate processes (engine.count); 0: sample in the learner's process.
     weight_sync_method: how weights are synchronised (weights.method).
@@ -266,7 +265,7 @@ class Trainer(Started):
         }
         keys = theirs | changed(given) | {k: given[k] for n, k in KEYS_BY_NAME if n in self._named and k in given}
         keys |= loss_keys(loss_type) | scale_keys(scale_rewards)
-        keys |= clip_keys(epsilon, epsilon_high, keys.get("algorithm.surrogate"))
+        keys |= trl.clip_keys(epsilon, epsilon_high, keys.get("algorithm.surrogate"))
         rows = {"train": rows_of(train_dataset), "validation": rows_of(eval_dataset)}
         self._given = Given(rewards=rewards, env=None if isinstance(env, str) else env, **rows)
         self._launcher, self._launch = launcher, words_of_launch(launcher, actor_gpu, rollout_gpu, launch or {})

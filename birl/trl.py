@@ -306,14 +306,8 @@ def _loss(names: Names) -> dict[str, Any]:
     if names.get("importance_sampling_level") == "sequence":
         result["algorithm.surrogate"] = "gspo"
     own = loss in ("cispo", "sapo", "gspo")  # their clips are of another kind
-    low, high = names.get("epsilon"), names.get("epsilon_high")
-    if low is not None and (not own or names.meant("epsilon")):
-        result |= {} if loss == "cispo" else {"algorithm.clip_low": low}  # cispo has no lower bound
-        result["algorithm.clip_high"] = low if high is None else high
-    elif high is not None:
-        result["algorithm.clip_high"] = high
-    if high is not None and loss == "cispo":
-        result["algorithm.clip_high"] = above_one(high)
+    low = names.get("epsilon") if not own or names.meant("epsilon") else None
+    result |= clip_keys(low, names.get("epsilon_high"), loss)
     if names.get("delta") is not None:
         result["algorithm.dual_clip"] = names.get("delta")
     if (scale := names.get("scale_rewards")) is not None:
@@ -326,12 +320,14 @@ def _loss(names: Names) -> dict[str, Any]:
     return result
 
 
-def above_one(high: float) -> float:
-    """The upper clip of cispo from TRL's epsilon_high, which bounds the ratio itself. Raises `BirlError`."""
-    if high < 1:
-        fix = f"give {1 + high:g} if ratios may rise to that"
-        raise BirlError(f"epsilon_high={high:g}: with loss_type=cispo it bounds the ratio itself, as in TRL; {fix}.")
-    return high - 1
+def clip_keys(low: float | None, high: float | None, surrogate: str | None) -> dict[str, Any]:
+    """Keys of the clip range; `low` alone sets both bounds. CISPO has no lower one, and its `high` bounds the ratio, as
+    in TRL. Raises `BirlError`."""
+    if surrogate == "cispo" and high is not None and high < 1:
+        raise BirlError(f"epsilon_high={high:g}: of cispo it bounds the ratio itself, as in TRL; give {1 + high:g}.")
+    upper = low if high is None else high - (surrogate == "cispo")
+    given = {"algorithm.clip_low": None if surrogate == "cispo" else low, "algorithm.clip_high": upper}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _preference(names: Names) -> dict[str, Any]:
