@@ -123,10 +123,15 @@ def answer_tokens(max_tokens: int, max_completion_length: int | None, both: bool
     return min(max_tokens, max_completion_length) if both else max_completion_length
 
 
-def loss_keys(loss_type: str) -> dict[str, Any]:
+def loss_keys(
+    keys: dict[str, Any], loss_type: str, scale_rewards: str | bool | None, low: float | None, high: float | None
+) -> dict[str, Any]:
+    """Keys of the loss, then of what takes precedence over it: scale and clip range. `keys`: those so far."""
     if loss_type and (not isinstance(loss_type, str) or loss_type not in LOSS_TYPES):
         raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
-    return {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
+    result = {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
+    clips = trl.clip_keys(low, high, (keys | result).get("algorithm.surrogate"))
+    return result | scale_keys(scale_rewards) | clips
 
 
 def scale_keys(scale_rewards: str | bool | None) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from birl.parameters import (
     reward_keys,
     rewards_of,
     rows_of,
-    scale_keys,
     sources_of,
     words_of_launch,
     written,
@@ -264,8 +263,7 @@ class Trainer(Started):
             **({"steps": max_steps} if isinstance(max_steps, str) or (max_steps or 0) > 0 else {"epochs": num_epochs}),
         }
         keys = theirs | changed(given) | {k: given[k] for n, k in KEYS_BY_NAME if n in self._named and k in given}
-        keys |= loss_keys(loss_type) | scale_keys(scale_rewards)
-        keys |= trl.clip_keys(epsilon, epsilon_high, keys.get("algorithm.surrogate"))
+        keys |= loss_keys(keys, loss_type, scale_rewards, epsilon, epsilon_high)
         rows = {"train": rows_of(train_dataset), "validation": rows_of(eval_dataset)}
         self._given = Given(rewards=rewards, env=None if isinstance(env, str) else env, **rows)
         self._launcher, self._launch = launcher, words_of_launch(launcher, actor_gpu, rollout_gpu, launch or {})
