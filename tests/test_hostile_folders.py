@@ -31,16 +31,8 @@ MODEL = (
 )
 RUN = (
     *("config.yaml", "metrics.jsonl", "validation.jsonl", "rollouts.jsonl", "ledger.jsonl", "trace.json"),
-    *(
-        "summary.json",
-        "record.jsonl",
-        ".lock",
-        "latest.json",
-        "data.pkl",
-        "README.md",
-        "dataset_info.json",
-        "state.json",
-    ),
+    *("summary.json", "record.jsonl", ".lock", "latest.json", "data.pkl", "README.md", "dataset_info.json"),
+    "state.json",
     *("train.jsonl", "train.json", "train.csv", "train.parquet", "train.arrow"),
     *(f"model/{name}" for name in MODEL),
 )

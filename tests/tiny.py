@@ -19,6 +19,7 @@ from transformers import (
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # 0, 1, 2, as in SmolLM2
 END = "<|im_end|>"
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 # SmolLM2's own template, default system message included.
 CHATML = (
@@ -66,42 +67,24 @@ def tiny_model(
 ) -> LlamaForCausalLM:
     """Random float32 Llama with tied embeddings, heads of 32 (birl's kernels) or, with heads=4 and kv_heads=2, of 16
     (PyTorch's operators). The wide initialisation keeps its distributions far from uniform."""
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+    shape = {
+        **{"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 512},
+        **{"tie_word_embeddings": True, "initializer_range": 0.2, **ENDS},
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.generation_config = GenerationConfig(**ENDS)
     return model
 
 
 def tiny_moe(kind: str = "qwen3_moe", *, vocab: int = 320, experts: int = 4, seed: int = 0) -> PreTrainedModel:
     """Random float32 Qwen3-MoE (2 of `experts` for each token, in both layers) or Mixtral with untied embeddings."""
     shape = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
+        **{"vocab_size": vocab, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2},
+        **{"num_experts_per_tok": 2, **ENDS},
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -110,7 +93,7 @@ def tiny_moe(kind: str = "qwen3_moe", *, vocab: int = 320, experts: int = 4, see
         else:
             config = Qwen3MoeConfig(**shape, moe_intermediate_size=48, num_experts=experts, norm_topk_prob=True)
             model = Qwen3MoeForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.generation_config = GenerationConfig(**ENDS)
     return model
 
 

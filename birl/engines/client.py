@@ -11,20 +11,8 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from birl.engines.wire import (
-    A_TOKEN,
-    BINARY,
-    MOST,
-    AdapterParams,
-    Info,
-    Invitation,
-    completion_from,
-    fetch,
-    header,
-    held_from,
-    params_to,
-    unpacked,
-)
+from birl.engines import wire
+from birl.engines.wire import AdapterParams, Info, Invitation, header
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.low_rank import AdapterWeights
 from birl.text.pictures import Files, is_picture
@@ -91,20 +79,20 @@ class Client:
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         """Sample an answer. Raises `EngineDown`, also after `timeout`, and `BirlError` for a rejected request."""
-        body = {"prompt_ids": prompt_ids, "params": params_to(params), "session": session}
+        body = {"prompt_ids": prompt_ids, "params": wire.params_to(params), "session": session}
         if is_picture(max(prompt_ids, default=0)) and self.pictures is not None:
             files = await asyncio.to_thread(self.pictures, prompt_ids)
             body["pictures"] = {digest: b64encode(data).decode("ascii") for digest, data in files.items()}
         what = f"session {session!r} on {self.address}"
         try:
             async with asyncio.timeout(self.timeout), self._room:
-                how = {"json": body, "headers": {"Accept": BINARY}, "seconds": self.timeout, "what": what}
-                how["most"] = MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params)
+                how = {"json": body, "headers": {"Accept": wire.BINARY}, "seconds": self.timeout, "what": what}
+                how["most"] = wire.MOST + wire.A_TOKEN * (len(prompt_ids) + params.max_tokens) + told(params)
                 result = await self._answer(how, params.adapter if isinstance(params, AdapterParams) else "")
         except TimeoutError as error:
             raise EngineDown(f"{what} got no answer within {self.timeout:g} s") from error
         try:
-            return checked_completion(completion_from(result), params)
+            return checked_completion(wire.completion_from(result), params)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Malformed(f"{self.address} returned no completion: {_first(result)} ({error})") from error
 
@@ -178,7 +166,7 @@ class Client:
     async def _loaded(self, body: dict[str, Any]) -> Held:
         result = await self._json("POST", "/load", json=body, seconds=self.load_timeout)
         try:
-            held = held_from(result)
+            held = wire.held_from(result)
         except (KeyError, TypeError) as error:
             raise Malformed(f"{self.address} returned no answer to a load: {error!r}") from error
         self.version = held.version
@@ -214,7 +202,7 @@ class Client:
         await self._http.aclose()
 
     async def _json(
-        self, method: str, path: str, *, seconds: float, what: str = "", most: int = MOST, **body: Any
+        self, method: str, path: str, *, seconds: float, what: str = "", most: int = wire.MOST, **body: Any
     ) -> dict[str, Any]:
         """JSON object of a response. Raises `EngineDown`, `BirlError` (a rejected request), `WeightsFailed`."""
         what = what or f"{method} {path} on {self.address}"
@@ -223,15 +211,15 @@ class Client:
         limits = httpx.Timeout(seconds, connect=min(5.0, seconds))
         try:
             async with asyncio.timeout(seconds):  # httpx's own timeouts are for each read, not for the whole response
-                response = await fetch(self._http, method, path, most=most, timeout=limits, **body)
+                response = await wire.fetch(self._http, method, path, most=most, timeout=limits, **body)
         except (TimeoutError, httpx.TimeoutException) as error:
             kind = "could not be reached" if isinstance(error, httpx.ConnectTimeout) else "got no answer"
             raise EngineDown(f"{what} {kind} within {limits.connect if 'reached' in kind else seconds:g} s") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise EngineDown(f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}") from error
         try:
-            binary = response.headers.get("content-type") == BINARY
-            result = unpacked(response.content) if binary else response.json()
+            binary = response.headers.get("content-type") == wire.BINARY
+            result = wire.unpacked(response.content) if binary else response.json()
         except (ValueError, RecursionError):
             result = None
         if response.status_code >= 300 or not isinstance(result, dict):

@@ -33,22 +33,9 @@ from transformers.core_model_loading import (
 )
 
 from birl.errors import BirlError
-from birl.models import attention
+from birl.models import attention, load
 from birl.models.device import device_of
 from birl.models.heads import HEADS
-from birl.models.load import (
-    REWARD_MODEL,
-    check_files,
-    check_report,
-    keep_angles,
-    model_class,
-    not_loadable,
-    quiet,
-    reward_head,
-    two_values,
-    weight_files,
-    with_head,
-)
 from birl.models.quantized import QuantizedLinear, quantized_layers
 
 ROWS = 4096  # of two stored weights that are compared at once
@@ -84,11 +71,11 @@ def sketched(
     pictures: bool = False,
 ) -> nn.Module:
     """`load_model` without the weights. Raises `BirlError` for what that would refuse."""
-    check_files(folder)
+    load.check_files(folder)
     try:
         model = _built(AutoConfig.from_pretrained(folder, trust_remote_code=False), pictures)
     except Exception as error:
-        raise not_loadable(folder, error) from error
+        raise load.not_loadable(folder, error) from error
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     targets = _targets(model)
@@ -106,7 +93,7 @@ def sketched(
         "unexpected_keys": {k for k in unexpected - beside if not any(p.search(k) for p in ignored)},
         "mismatched_keys": mismatched,
     }
-    check_report(folder, model, report)
+    load.check_report(folder, model, report)
     check_ties(folder, targets, boxes)
     for name, tensor in model.named_buffers():
         module, _, own = name.rpartition(".")
@@ -122,7 +109,7 @@ def check_ties(folder: Path, targets: dict[str, Tensor], boxes: dict[str, list[B
     for name in boxes:
         other = first.setdefault(id(targets[name]), name)
         if other != name and not _same(boxes[name][0], boxes[other][0], read):
-            raise two_values(folder, *sorted((name, other)))
+            raise load.two_values(folder, *sorted((name, other)))
 
 
 def _same(one: Box, other: Box, read: "Read") -> bool:
@@ -132,8 +119,8 @@ def _same(one: Box, other: Box, read: "Read") -> bool:
 
 def sketched_reward_model(folder: Path, device: torch.device) -> nn.Module:
     """`load_reward_model` without the weights, except for those of the head, a single row."""
-    weight = reward_head(folder)
-    return with_head(sketched(folder, device, **REWARD_MODEL), weight)
+    weight = load.reward_head(folder)
+    return load.with_head(sketched(folder, device, **load.REWARD_MODEL), weight)
 
 
 @torch.no_grad()
@@ -217,14 +204,14 @@ def _built(config: Any, pictures: bool = False) -> Any:
 
     how = attention.named(config)
     options: Any = {"dtype": torch.float32, "attn_implementation": how, "trust_remote_code": False}
-    with quiet():  # one thread at a time
+    with load.quiet():  # one thread at a time
         nn.Module.register_parameter = on_meta  # pyright: ignore
         try:
-            model = model_class(config, pictures).from_config(config, **options)
+            model = load.model_class(config, pictures).from_config(config, **options)
         finally:
             nn.Module.register_parameter = register
     model.tie_weights()
-    keep_angles(model)
+    load.keep_angles(model)
     return model
 
 
@@ -304,7 +291,7 @@ def _source(converters: Sequence[WeightConverter], pattern: str) -> tuple[int, b
 
 def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
     """Every tensor in the model's files: file, name, shape."""
-    for file in weight_files(folder):
+    for file in load.weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
                 yield file, key, tuple(opened.get_slice(key).get_shape())

@@ -12,17 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from birl.track import progress
-from birl.track.progress import (
-    failures,
-    headline,
-    idle_words,
-    is_share,
-    nothing_trained,
-    rises,
-    stored,
-    validation_name,
-    validation_score,
-)
 from birl.track.units import count, counted, decimal, duration
 from birl.visible import visible
 
@@ -112,29 +101,29 @@ def score(sample: Mapping[str, Any]) -> float:
 
 def facts(run: Path) -> dict[str, Any]:
     """Steps, time, tokens, reward and validation of a run, first and last; unmeasured ones are absent."""
-    steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
-    measured = [(v["step"], validation_score(v)) for v in validations]
+    steps, validations = progress.stored(run / "metrics.jsonl"), progress.stored(run / "validation.jsonl")
+    measured = [(v["step"], progress.validation_score(v)) for v in validations]
     scores = [(step, value) for step, value in measured if value is not None and math.isfinite(value)]
-    name = headline(steps[0]) if steps else "loss"
+    name = progress.headline(steps[0]) if steps else "loss"
     result: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0, "headline": name}
     curve = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
     if curve:
         result[name] = {"first": curve[0], "last": curve[-1]}
     if scores:
-        name = validation_name(validations[-1])
-        if name == "validation/all/score" and all(map(is_share, validations)):
+        name = progress.validation_name(validations[-1])
+        if name == "validation/all/score" and all(map(progress.is_share, validations)):
             name = "validation/all/pass@1"  # the same figure
         result["validation"] = {
             "first": scores[0][1],
             "first_step": scores[0][0],
             "last": scores[-1][1],
             "last_step": scores[-1][0],
-            "best": (max if rises(name) else min)(value for _, value in scores),
+            "best": (max if progress.rises(name) else min)(value for _, value in scores),
             "name": name.removeprefix("validation/"),
         }
-    if idle := sum(map(nothing_trained, steps)):
+    if idle := sum(map(progress.nothing_trained, steps)):
         result["idle"] = idle
-    if failed := int(sum(sum(failures(record).values()) for record in steps)):
+    if failed := int(sum(sum(progress.failures(record).values()) for record in steps)):
         result["failed"] = failed
     for key, metric in SUMS.items():
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
@@ -157,7 +146,7 @@ def figures(facts: Mapping[str, Any]) -> dict[str, float]:
 def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Label and text of each fact."""
     if v := facts.get("validation"):
-        label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
+        label = "validation" if progress.rises(v["name"]) else f"held-out {v['name']}"
         best = f"({change(v)}, best {decimal(v['best'])})"
         yield label, f"{decimal(v['first'])} before  ->  {decimal(v['last'])} after  {best}"
     name = facts.get("headline", "loss")
@@ -165,7 +154,7 @@ def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         label = "reward" if name == "reward/mean" else name
         yield label, f"{decimal(curve['first'])} first step  ->  {decimal(curve['last'])} last step"
     if "idle" in facts:
-        yield "warning", idle_words(facts["idle"], facts["steps"])
+        yield "warning", progress.idle_words(facts["idle"], facts["steps"])
     if "failed" in facts:
         yield "failed", f"{counted(facts['failed'], 'episode')}, without a reward: `detail` of rollouts.jsonl says why"
     if "seconds" in facts:
@@ -221,7 +210,7 @@ def closing(
     for label, words in [*lines(facts), ("run folder", str(shown_as)), *([("report", str(report))] if report else [])]:
         grid.add_row(Text("  " + label, style="bright_black"), Text(words, overflow="fold"))
     yield grid
-    all_pairs = pairs(stored(run / "validation.jsonl"))
+    all_pairs = pairs(progress.stored(run / "validation.jsonl"))
     if all_pairs:
         yield Text(f"\n{tally(all_pairs)}; for example")
         yield _side_by_side(shown(all_pairs, 3), ascii_only)

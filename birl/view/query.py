@@ -34,7 +34,7 @@ PATIENCE = 5.0  # s for one table
 #: length times counted repetitions: RE2 takes that many steps a character, and a text cannot be interrupted
 REGEX = 2000
 SHAPES = {
-    *("BETWEEN", "CASE", "CAST", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT", "FUNCTION", "OPERATOR", "TYPE"),
+    *("BETWEEN", "CASE", "CAST", "COLUMN_REF", "COMPARISON", "CONJUNCTION", "CONSTANT", "FUNCTION", "OPERATOR", "TYPE")
 }
 TYPES = {"bigint", "boolean", "double", "integer", "varchar"}
 FUNCTIONS = {

@@ -21,9 +21,6 @@ from birl.algorithms.advantages import (
 )
 from tests.algorithms.cases import Episodes, close, double, episodes, ids
 
-REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.25]
-GROUP = [0, 0, 0, 1, 1, 2, 2]
-
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
@@ -80,15 +77,6 @@ def test_advantages_are_their_definition(baseline: str, by: str, case: Episodes)
     close(found, [before[i] / divisor_of(case, before, i, by) for i in count], 2e-6)
 
 
-@pytest.mark.parametrize("by", ["none", "group", "batch"])
-def test_the_table_of_one_batch(by: str) -> None:
-    case = Episodes(REWARDS, GROUP, None)  # type: ignore[arg-type]
-    found = scale(centre(torch.tensor(REWARDS), ids(GROUP), "group"), ids(GROUP), by)
-    centred = [r - baseline_of(case, i, "group", [], []) for i, r in enumerate(REWARDS)]
-    expected = [a / divisor_of(case, centred, i, by) for i, a in enumerate(centred)]
-    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
 def test_lite_ppo_divides_by_the_deviation_of_the_rewards() -> None:
     """The centred rewards of two prompts, one solved and one not, do not differ; the rewards do."""
     rewards, group = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0]).double(), ids([0, 0, 1, 1, 2, 2])
@@ -122,34 +110,6 @@ def test_equal_rewards_without_a_baseline_are_not_a_million(baseline: str, by: s
     rewards[:2] = 0.0
     told = scale(centre(rewards, group, baseline, greedy=torch.zeros(2).double()), group, by, rewards=rewards)
     assert told[2].item() == pytest.approx(1 / (0.5 if by == "group" else math.sqrt(3 / 16)), rel=1e-5)
-
-
-@pytest.mark.parametrize("baseline", ["group", "leave_one_out", "optimal", "greedy", "none"])
-@given(case=episodes())
-def test_a_group_alone_is_a_group_among_others(baseline: str, case: Episodes) -> None:
-    lengths = [case.random.randint(1, 9) for _ in case.rewards]
-    greedy = [case.random.uniform(-1, 1) for _ in range(max(case.group, default=-1) + 1)]
-    together = centre(double(case.rewards), ids(case.group), baseline, lengths=ids(lengths), greedy=double(greedy))
-    for i in range(len(case.rewards)):
-        inside = case.members(i)
-        alone = centre(
-            double([case.rewards[j] for j in inside]),
-            ids([0] * len(inside)),
-            baseline,
-            lengths=ids([lengths[j] for j in inside]),
-            greedy=double([greedy[case.group[i]]]),
-        )
-        close(alone, [together[j].item() for j in inside])
-
-
-@given(case=episodes())
-def test_permuting_episodes_permutes_advantages(case: Episodes) -> None:
-    order = list(range(len(case.rewards)))
-    case.random.shuffle(order)
-    rewards, group, index = double(case.rewards), ids(case.group), ids(order)
-    for baseline in ("group", "leave_one_out", "batch"):
-        found = centre(rewards[index], group[index], baseline)
-        close(found, centre(rewards, group, baseline)[index].tolist())
 
 
 def test_what_is_missing_or_unknown_is_refused() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from birl.algorithms.corrections import (
     LEVELS,
     MODES,
-    REJECTIONS,
     importance,
     proximal,
     rejected_by_divergence,
@@ -104,17 +103,6 @@ def test_rejections_are_their_definition(case: Tokens, limit: float) -> None:
         for t in run
     ]
     assert rejected_off_policy(*inputs, limit=limit).tolist() == off_policy
-
-
-@pytest.mark.parametrize("name", REJECTIONS)
-@given(case=tokens(smallest=2))
-def test_samples_are_rejected_whole_and_alone(name: str, case: Tokens) -> None:
-    inputs = double(ratios(case)), ids(case.sample), double(case.advantages)
-    whole = REJECTIONS[name](*inputs, limit=0.05)
-    for run in case.runs():
-        part = slice(run[0], run[-1] + 1)
-        assert whole[part].all() or not whole[part].any()
-        assert REJECTIONS[name](*(x[part] for x in inputs), limit=0.05).tolist() == whole[part].tolist()
 
 
 @given(case=tokens(), now=st.integers(3, 5))

@@ -109,10 +109,3 @@ def test_clipped_tokens_have_no_gradient_and_are_the_ones_counted() -> None:
     assert logp.grad is not None
     assert [g != 0 for g in logp.grad.tolist()] == [False, True, True, False]
     assert figures["clip_fraction"].tolist() == [1.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("name", DENOMINATORS)
-def test_denominators_add_up(name: str) -> None:
-    weights = DENOMINATORS[name](LENGTHS, GROUPS, LIMIT)
-    total = sum(w * n for w, n in zip(weights, LENGTHS, strict=True))
-    assert total == pytest.approx(1.0 if name != "constant" else sum(LENGTHS) / (len(LENGTHS) * LIMIT))

@@ -33,13 +33,5 @@ def test_weights_make_the_mean_of_means(name: str, drawn: list[tuple[int, int]])
 
 
 @pytest.mark.parametrize("name", DENOMINATORS)
-@given(drawn=samples)
-def test_permuting_samples_permutes_weights(name: str, drawn: list[tuple[int, int]]) -> None:
-    weights = DENOMINATORS[name]([n for n, _ in drawn], [g for _, g in drawn], 7)
-    back = DENOMINATORS[name]([n for n, _ in drawn[::-1]], [g for _, g in drawn[::-1]], 7)
-    assert back == pytest.approx(weights[::-1])
-
-
-@pytest.mark.parametrize("name", DENOMINATORS)
 def test_no_samples_no_weights(name: str) -> None:
     assert DENOMINATORS[name]([], [], 7) == []

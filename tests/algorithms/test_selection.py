@@ -24,11 +24,6 @@ def test_top_entropy_is_its_definition(entropy: list[float], share: float) -> No
     assert count <= sum(found) <= count + entropy.count(tau) - 1
 
 
-@given(entropy=values, share=shares)
-def test_top_entropy_does_not_see_the_order(entropy: list[float], share: float) -> None:
-    assert top_entropy(double(entropy[::-1]), share).tolist() == top_entropy(double(entropy), share).tolist()[::-1]
-
-
 def test_first_tokens_of_a_prompt_are_taken_together_whatever_micro_batch_they_are_in() -> None:
     """One state, computed three times."""
     entropy = torch.tensor([1.3, 1.3000002, 0.2, 1.2999997, 0.5], dtype=torch.float32)

@@ -173,33 +173,6 @@ def test_clipped_tokens_are_those_without_gradient(
         assert not found.clipped.any()
 
 
-@EACH
-@given(case=tokens(smallest=2))
-def test_micro_batches_and_order_of_samples_change_nothing(
-    name: str, options: dict[str, Any], reference: Reference, case: Tokens
-) -> None:
-    whole, logp = run(name, case, options)
-    gradient = gradient_of(whole.loss, logp)
-    parts = case.runs()
-    case.random.shuffle(parts)
-    cut = case.random.randint(1, len(parts) - 1)
-    for chosen in (parts[:cut], parts[cut:], parts):
-        at = [t for part in chosen for t in part]
-        part = Tokens(
-            [len(p) for p in chosen],
-            [case.sample[t] for t in at],
-            [case.logp[t] for t in at],
-            [case.old[t] for t in at],
-            [case.advantages[t] for t in at],
-            case.random,
-        )
-        found, part_logp = run(name, part, options)
-        close(found.loss, whole.loss[ids(at)].tolist(), 1e-12)
-        close(gradient_of(found.loss, part_logp), gradient[ids(at)].tolist(), 1e-12)
-        close(found.ratio, whole.ratio[ids(at)].tolist(), 1e-12)
-        assert found.clipped.tolist() == whole.clipped[ids(at)].tolist()
-
-
 @pytest.mark.parametrize("name", sorted(SEQUENCE))
 @given(case=tokens())
 def test_token_form_has_the_gradient_of_the_sequence_form(name: str, case: Tokens) -> None:

@@ -29,13 +29,6 @@ def test_gae_is_its_definition(case: Tokens, gamma: float, lam: float) -> None:
     close(returns, [a + v for a, v in zip(expected, values, strict=True)])
 
 
-@given(case=tokens())
-def test_gae_without_discount_is_the_sum_to_come(case: Tokens) -> None:
-    rewards, values = case.uniform(-1, 1), case.uniform(-1, 1)
-    _, returns = gae(double(rewards), double(values), ids(case.sample), gamma=1.0, lam=1.0)
-    close(returns, [sum(rewards[u] for u in run if u >= t) for run in case.runs() for t in run])
-
-
 @given(case=tokens(), gamma=unit, alpha=st.floats(0.01, 10))
 def test_lambda_by_length_is_its_definition(case: Tokens, gamma: float, alpha: float) -> None:
     """VAPO arXiv:2504.05118 sections 4.1 and 4.2: that of the advantages by the sample's length, of the returns 1."""
@@ -67,28 +60,6 @@ def test_turn_gae_is_gae_over_turns(case: Tokens, gamma: float, lam: float) -> N
     found = turn_gae(double(rewards), double(values), ids(case.sample), ids(turn), gamma=gamma, lam=lam)
     close(found[0], advantages)
     close(found[1], returns)
-
-
-@given(case=tokens(), gamma=unit, lam=unit)
-def test_a_turn_a_token_is_token_level(case: Tokens, gamma: float, lam: float) -> None:
-    rewards, values, sample = double(case.uniform(-1, 1)), double(case.uniform(-1, 1)), ids(case.sample)
-    token = gae(rewards, values, sample, gamma=gamma, lam=lam)
-    turn = turn_gae(rewards, values, sample, torch.arange(len(sample)), gamma=gamma, lam=lam)
-    close(turn[0], token[0].tolist())
-    close(turn[1], token[1].tolist())
-
-
-@given(case=tokens(smallest=2))
-def test_samples_do_not_see_each_other(case: Tokens) -> None:
-    rewards, values = case.uniform(-1, 1), case.uniform(-1, 1)
-    turn = ids([t // 2 for t in range(len(case.sample))])
-    whole = gae(double(rewards), double(values), ids(case.sample), gamma=0.9, lam=0.8)
-    turns = turn_gae(double(rewards), double(values), ids(case.sample), turn, gamma=0.9, lam=0.8)
-    for run in case.runs():
-        part = slice(run[0], run[-1] + 1)
-        inputs = double(rewards)[part], double(values)[part], ids(case.sample)[part]
-        close(gae(*inputs, gamma=0.9, lam=0.8)[0], whole[0][part].tolist())
-        close(turn_gae(*inputs, turn[part], gamma=0.9, lam=0.8)[1], turns[1][part].tolist())
 
 
 @given(case=tokens(), coef=st.floats(0, 1))

@@ -33,12 +33,6 @@ def _set(target: T, values: dict[str, object]) -> T:
     return target
 
 
-@pytest.mark.parametrize("surrogate", ["reinforce", "importance"])
-def test_an_unbounded_loss_is_refused_where_answers_are_old(surrogate: str):
-    found = problems(config(algorithm__surrogate=surrogate, rollout__max_staleness=1))
-    assert any(f"algorithm.surrogate={surrogate}: is not bounded" in text for text in found)
-
-
 def test_answers_of_older_weights_are_corrected_unless_somebody_says_otherwise():
     stale = config(rollout__max_staleness=1)
     assert (proximal(config()), proximal(stale)) == ("behaviour", "recompute")
@@ -95,11 +89,6 @@ def test_roles_of_sft():
         assert len(found) == 1 and part in found[0]
 
 
-def test_defaults_pass():
-    assert problems(config()) == []
-    assert problems(evaluation()) == []
-
-
 SCHEMAS = (RL, SFT, RM, DPO, Eval, Serve)
 
 
@@ -118,7 +107,7 @@ NUMBERS = sorted(key for key, doc in DOCS.items() if "int" in doc.type or "float
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_default_is_allowed(schema: type):
-    assert schema is Eval or problems(with_key(next(iter(documentation(schema))))) == []
+    assert problems(evaluation() if schema is Eval else with_key(next(iter(documentation(schema))))) == []
 
 
 @pytest.mark.parametrize("key", NUMBERS)

@@ -15,30 +15,10 @@ import torch
 from birl.config.keys import documentation
 from birl.config.schema import RL, Eval
 from birl.parallel.ranks import AXES
-from tests.config.observed import (
-    Bench,
-    Case,
-    advantages,
-    answers,
-    first_prompt,
-    in_the_league,
-    last,
-    lengths,
-    opened_bench,
-    played,
-    prove,
-    rates,
-    reads_calls,
-    reward_names,
-    rewards,
-    rows,
-    saved,
-    stored,
-    tasks,
-    texts,
-    told_tracker,
-    weights,
-)
+from birl.track.sink import KINDS
+from tests.config import witnesses as see
+from tests.config.observed import Bench, Case, opened_bench, prove
+from tests.config.witnesses import advantages, answers, first_prompt, last, lengths, rewards, tasks, weights
 
 WORLD = "env.kind=worlds.py:Thrice rollout.stop=[e,a,i,o,n] rollout.max_tokens=60"
 WORLD_EVAL = "env.kind=worlds.py:Thrice validation.max_tokens=100 validation.temperature=1 seed=1"
@@ -48,13 +28,8 @@ SERVED = f"{TOOLS} env.mcp=[./server.py] env.mcp_sandbox=none"
 ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
-    "env.max_turns": Case("2", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 2, WORLD),
-    "env.cut_turn": Case(
-        "continue",
-        lambda s: {len(t.turns) for g in s.groups for t in g.trajectories},
-        {3},
-        WORLD + " rollout.max_tokens=1",
-    ),
+    "env.max_turns": Case("2", see.turns, {2}, WORLD),
+    "env.cut_turn": Case("continue", see.turns, {3}, WORLD + " rollout.max_tokens=1"),
     "env.mcp": Case("[./server.py]", first_prompt, under=TOOLS),
     "env.mcp_longest": Case("7", first_prompt, under=SERVED),
     "env.mcp_timeout": Case("1e-9", refused=r"it did not begin within 1e-09 s \(env\.mcp_timeout\)", under=SERVED),
@@ -81,7 +56,7 @@ MODEL = {
     if not torch.cuda.is_available()
     else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
-    "model.tool_format": Case("llama", reads_calls, True),
+    "model.tool_format": Case("llama", see.reads_calls, True),
     **{
         f"model.{key}": Case(value, refused=rf"model\.{key}={re.escape(value)}: has no effect because Llama\w+ sees no")
         for key, value in SIGHT.items()
@@ -98,18 +73,10 @@ SANDBOX = {  # what each does with programs: tests/rewards/test_code.py
     "reward.code_partial": Case("false", refused=r"reward\.functions does not name code"),
 }
 SERVERS = {
-    "engine.count": "2",
-    "engine.attach": "[a/b]",
-    "engine.python": sys.executable,
-    "engine.threads": "2",
-    "engine.tensor_parallel": "2",
-    "engine.pipeline_parallel": "2",
-    "engine.memory_fraction": "0.5",
-    "engine.arguments": "[--seed=1]",
-    "engine.sleep": "true",
-    "engine.start_timeout": "9",
-    "engine.request_timeout": "9",
-    "engine.restarts": "1",
+    **{"engine.count": "2", "engine.attach": "[a/b]", "engine.python": sys.executable, "engine.threads": "2"},
+    **{"engine.tensor_parallel": "2", "engine.pipeline_parallel": "2", "engine.memory_fraction": "0.5"},
+    **{"engine.arguments": "[--seed=1]", "engine.sleep": "true", "engine.start_timeout": "9"},
+    **{"engine.request_timeout": "9", "engine.restarts": "1"},
 }
 UNJUDGED = r"has no effect because reward\.functions does not name judge"
 JUDGE = {"judge": "[http://x/v1]", "judge_prompt": "x", "judge_tokens": "2", "judge_cache": "false", "judge_rate": "9"}
@@ -121,7 +88,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "data.answer_column": Case("other", lambda s: s.groups[0].task.answer, "seven"),
     "data.system_prompt": Case("Be brief.", lambda s: "Be brief." in first_prompt(s), True),
     "data.apply_chat_template": Case("false", lambda s: "user" in first_prompt(s), False),
-    "reward.functions": Case("length", reward_names, {"length"}),
+    "reward.functions": Case("length", see.reward_names, {"length"}),
     "reward.weights": Case(
         "[1,-1]", lambda s: rewards(s.groups), under="reward.functions=[given:letters,given:shortness]"
     ),
@@ -155,23 +122,25 @@ COVARIANCE = "algorithm.entropy_control=clip_cov algorithm.entropy_share=0.5 "
 RECOMPUTED = "algorithm.proximal=recompute model.path=plain " + UNEQUAL
 PPO = "algorithm=ppo "
 JUDGED = "reward.functions=given:even steps=5"
-ALIKE = "reward.functions=given:constant"
+ALIKE, SOMETIMES = "reward.functions=given:constant", "reward.functions=given:sometimes_constant"
 LEAGUE = "policies=[one] lora.rank=4"
+FALLING = HELD_OUT + "reward.functions=given:falling validation.at_start=false validation.every=1 steps=2 "
+FALLING += "checkpoint.every=1 checkpoint.keep_last=1"
 TAUGHT = "algorithm.teacher=other algorithm.teacher_divergence=jsd "
 RL_CASES = {
     **MODEL,
     **MEASURED,
-    "model.max_length": Case("100", rows, 6, "data.train=long.jsonl"),
+    "model.max_length": Case("100", see.rows, 6, "data.train=long.jsonl"),
     "data.train": Case("b.jsonl", tasks),
     "data.weights": Case("[0,1]", lambda s: {t[0] for t in tasks(s)}, {"b"}, "data.train=[a.jsonl,b.jsonl] steps=4"),
     "data.validation": Case("b.jsonl", lambda s: len(s.validated), 6),
-    "data.validation_split": Case("0.5", lambda s: (len(s.validated), rows(s)), (6, 3)),
+    "data.validation_split": Case("0.5", lambda s: (len(s.validated), see.rows(s)), (6, 3)),
     "data.subset": Case("second", lambda s: s.groups[0].task.answer, "other", "data.train=subsets"),
     "data.split": Case("test", lambda s: {t.partition(":")[0] for t in tasks(s)}, under="data.train=splits"),
     "data.validation_data_split": Case("train", lambda s: s.validated[0].task.answer, "0", "data.validation=splits"),
-    "data.max_samples": Case("3", rows, 3),
+    "data.max_samples": Case("3", see.rows, 3),
     "data.max_validation_samples": Case("2", lambda s: len(s.validated), 4, HELD_OUT),
-    "data.max_prompt_tokens": Case("100", rows, 6, "data.train=long.jsonl"),
+    "data.max_prompt_tokens": Case("100", see.rows, 6, "data.train=long.jsonl"),
     "data.shuffle": Case("false", tasks, ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2", "a.jsonl:3"], "rollout.prompts=4"),
     "data.order": Case("thompson", tasks, under=JUDGED),
     "data.order_target": Case("1", tasks, under="data.order=thompson " + JUDGED),
@@ -239,16 +208,9 @@ RL_CASES = {
     "critic.freeze_attention": Case("true", last("critic/value"), under=PPO + "steps=2 critic.lr=0.1"),
     "critic.freeze_steps": Case("1", last("updates/done"), 0.0, PPO),
     "algorithm.dynamic_sampling": Case(
-        "true",
-        lambda s: s.metrics[-1]["groups/refilled"] > 0,
-        True,
-        "reward.functions=given:sometimes_constant rollout.prompts=4",
+        "true", lambda s: s.metrics[-1]["groups/refilled"] > 0, True, SOMETIMES + " rollout.prompts=4"
     ),
-    "algorithm.max_refill": Case(
-        "0.4",
-        last("groups/kept"),
-        under="reward.functions=given:sometimes_constant algorithm.dynamic_sampling=true",
-    ),
+    "algorithm.max_refill": Case("0.4", last("groups/kept"), under=SOMETIMES + " algorithm.dynamic_sampling=true"),
     "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
     "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
     "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0, "rollout.max_tokens=2"),  # all are cut
@@ -309,14 +271,14 @@ RL_CASES = {
         SAMPLED + "validation.samples=2 validation.threshold=1",
     ),
     "validation.threshold": Case("2.5", lambda s: s.lines("validation.jsonl")[0].get("threshold"), 2.5, HELD_OUT),
-    "validation.temperature": Case("1", lambda s: texts(s.validated[:3], s), under=HELD_OUT),
-    "validation.top_p": Case("0.1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
-    "validation.top_k": Case("1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
+    "validation.temperature": Case("1", lambda s: see.texts(s.validated[:3], s), under=HELD_OUT),
+    "validation.top_p": Case("0.1", lambda s: see.texts(s.validated[:3], s), under=SAMPLED),
+    "validation.top_k": Case("1", lambda s: see.texts(s.validated[:3], s), under=SAMPLED),
     "validation.max_tokens": Case("4", lambda s: max(lengths(s.validated)), 4, HELD_OUT),
-    "optimizer.lr": Case("0.001", rates, [0.001]),
-    "optimizer.schedule": Case("linear", rates, under="steps=3"),
-    "optimizer.warmup_steps": Case("2", rates, under="steps=3"),
-    "optimizer.min_lr_ratio": Case("0.5", lambda s: rates(s)[-1], 0.00625, "optimizer.schedule=cosine steps=3"),
+    "optimizer.lr": Case("0.001", see.rates, [0.001]),
+    "optimizer.schedule": Case("linear", see.rates, under="steps=3"),
+    "optimizer.warmup_steps": Case("2", see.rates, under="steps=3"),
+    "optimizer.min_lr_ratio": Case("0.5", lambda s: see.rates(s)[-1], 0.00625, "optimizer.schedule=cosine steps=3"),
     "optimizer.beta1": Case("0.1", weights, under="steps=2"),
     "optimizer.beta2": Case("0.1", weights, under="steps=2"),
     "optimizer.eps": Case("0.1", weights),
@@ -329,9 +291,9 @@ RL_CASES = {
     "lora.targets": Case("[q_proj]", weights, under="lora.rank=4"),
     "lora.dora": Case("true", weights, under="lora.rank=4"),
     "lora.quantize": Case("nf4", last("grad_norm"), under="lora.rank=4"),
-    "policies": Case("[one]", lambda s: {turn.policy for t in played(s) for turn in t.turns}, {"one"}),
-    "league.every": Case("1", in_the_league, 4, LEAGUE),
-    "league.size": Case("2", in_the_league, 2, LEAGUE + " league.every=1"),
+    "policies": Case("[one]", lambda s: {turn.policy for t in see.played(s) for turn in t.turns}, {"one"}),
+    "league.every": Case("1", see.in_the_league, 4, LEAGUE),
+    "league.size": Case("2", see.in_the_league, 2, LEAGUE + " league.every=1"),
     # what it does: tests/parallel/test_context.py
     "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("80", lambda s: s.passes > 1, True),
@@ -342,23 +304,14 @@ RL_CASES = {
     "learner.max_logprob_gap": Case(
         "1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed", under="model.path=plain"
     ),
-    "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
-    "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
-    "checkpoint.store": Case("memory://every", stored, True),
+    "checkpoint.every": Case("1", see.saved, ["step-000001", "step-000002"], "steps=2"),
+    "checkpoint.keep_last": Case("1", see.saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.store": Case("memory://every", see.stored, True),
     "checkpoint.asynchronous": Case("false", lambda s: s.parts.worker.checkpoints.writer.staged, 0),
-    "checkpoint.keep_best": Case(
-        "false",
-        saved,
-        ["step-000002"],
-        HELD_OUT + "reward.functions=given:falling validation.at_start=false validation.every=1 steps=2 "
-        "checkpoint.every=1 checkpoint.keep_last=1",
-    ),
+    "checkpoint.keep_best": Case("false", see.saved, ["step-000002"], FALLING),
     "track.console": Case("plain", lambda s: "step    1/1" in s.printed, True),
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
-    "track.wandb": Case("offline", told_tracker("wandb"), "offline"),
-    "track.mlflow": Case("offline", told_tracker("mlflow"), "offline"),
-    "track.trackio": Case("offline", told_tracker("trackio"), "offline"),
-    "track.swanlab": Case("offline", told_tracker("swanlab"), "offline"),
+    **{f"track.{name}": Case("offline", see.told_tracker(name), "offline") for name in KINDS},
     "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
     "track.token_figures": Case(
         "false", lambda s: [x for r in s.lines("rollouts.jsonl") for x in r["samples"] if "gaps" in x], []
@@ -373,6 +326,12 @@ RL_CASES = {
 }
 UNTRAINED = r"has no effect because `birl eval` does not train"
 WARM = "validation.temperature=1 "
+UNREAD = {
+    **{"data.train": "a.jsonl", "data.weights": "[1]", "data.validation_split": "0.5", "data.split": "test"},
+    **{"data.max_samples": "2", "data.max_prompt_tokens": "100", "data.shuffle": "false", "data.order": "thompson"},
+    **{f"data.order_{key}": "0.2" for key in ("target", "start", "half_life", "threshold")},
+    **{"data.retire_after": "2", "data.retire_for": "2", "validation.every": "1", "validation.at_start": "false"},
+}
 EVAL_CASES = {
     **MODEL,
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 10 + 2?!!!"),
@@ -381,31 +340,15 @@ EVAL_CASES = {
     ),
     **MEASURED,
     **ENVIRONMENT,
-    "env.max_turns": Case("1", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 1, WORLD_EVAL),
-    "env.cut_turn": Case(
-        "continue",
-        lambda s: {len(t.turns) for g in s.groups for t in g.trajectories},
-        {3},
-        WORLD_EVAL + " validation.max_tokens=1",
-    ),
+    "env.max_turns": Case("1", see.turns, {1}, WORLD_EVAL),
+    "env.cut_turn": Case("continue", see.turns, {3}, WORLD_EVAL + " validation.max_tokens=1"),
     "env.timeout": Case("1e-9", refused=r"longer than env\.timeout=1e-09"),
     "env.sampling": Case("agent", answers, under=AGENT + " reward.functions=given:letters"),
-    "data.train": Case("a.jsonl", refused=UNTRAINED),
-    "data.weights": Case("[1]", refused=UNTRAINED),
     "data.validation": Case("a.jsonl", tasks),
-    "data.validation_split": Case("0.5", refused=UNTRAINED),
     "data.subset": Case("second", lambda s: s.groups[0].task.answer, "other", "data.validation=subsets"),
-    "data.split": Case("test", refused=UNTRAINED),
     "data.validation_data_split": Case("train", lambda s: s.groups[0].task.answer, "0", "data.validation=splits"),
-    "data.max_samples": Case("2", refused=UNTRAINED),
     "data.max_validation_samples": Case("2", lambda s: len(s.groups), 2),
-    "data.max_prompt_tokens": Case("100", refused=UNTRAINED),
-    "data.shuffle": Case("false", refused=UNTRAINED),
-    "data.order": Case("thompson", refused=UNTRAINED),
-    **{f"data.order_{key}": Case("0.2", refused=UNTRAINED) for key in ("target", "start", "half_life", "threshold")},
-    **{f"data.retire_{key}": Case("2", refused=UNTRAINED) for key in ("after", "for")},
-    "validation.every": Case("1", refused=UNTRAINED),
-    "validation.at_start": Case("false", refused=UNTRAINED),
+    **{key: Case(value, refused=UNTRAINED) for key, value in UNREAD.items()},
     "validation.samples": Case("2", lambda s: {len(g.trajectories) for g in s.groups}, {2}, WARM),
     "validation.k": Case(
         "[1,2]", lambda s: "pass@2" in s.printed, True, WARM + "validation.samples=2 validation.threshold=1"

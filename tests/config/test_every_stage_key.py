@@ -19,8 +19,9 @@ from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.parallel.ranks import AXES
 from birl.train.command import train
-from tests.config.observed import last, rates, saved, write, write_subsets
+from tests.config.observed import write, write_subsets
 from tests.config.test_every_key import SIGHT
+from tests.config.witnesses import last, rates, saved
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()

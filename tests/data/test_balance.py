@@ -85,12 +85,6 @@ def test_one_that_costs_more_than_a_share_lifts_its_round() -> None:
     assert imbalance(sums(in_rounds(largest_differencing(costs, 4), costs, 2), costs), 2) > 0.06
 
 
-def test_the_same_lists_give_the_same_bins() -> None:
-    sizes = lengths("pareto", 3, 500, 4096)
-    costs = costs_of(sizes, PAIR_COST)
-    assert balance(sizes, 8192, 4, costs) == balance(list(sizes), 8192, 4, list(costs))
-
-
 def test_imbalance_is_what_waits() -> None:
     assert imbalance([3.0, 3.0, 1.0, 1.0], 2) == 0
     assert imbalance([4.0, 2.0, 2.0, 0.0], 2) == pytest.approx((4 + 2) * 2 / 8 - 1)

@@ -303,11 +303,7 @@ def test_a_small_parquet_file_that_comes_to_far_more_is_refused(
     ],
 )
 def test_a_damaged_copy_of_datasets_is_made_again(
-    tmp_path: Path,
-    name: str,
-    pattern: str,
-    damage: Callable[[bytes], bytes],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, name: str, pattern: str, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Numbers of a CSV file became text, a Parquet file that is good was called unreadable, and rows in which bytes had
     changed were trained."""

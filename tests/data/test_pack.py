@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birl.data.balance import balance
 from birl.data.pack import pack
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
@@ -152,23 +151,9 @@ def test_tokens_that_other_experts_compute_are_not_the_same() -> None:
     assert apart.routes is not None and apart.routes[:, 1].tolist() == [0, 0, 0, 0, 0, ord("x")]
 
 
-def test_the_end_token_is_trained_although_it_is_the_pad_token() -> None:
-    (batch,) = pack([make((1, 5), (6, 2), 0, 0)], [1.0], 64)
-    assert batch.targets.tolist() == [6, 2]
-
-
 def test_a_sample_that_fits_nowhere_is_refused_with_the_numbers() -> None:
     with pytest.raises(BirlError, match=r"30 tokens.* micro-batch of 20 \(learner.tokens_per_microbatch x parallel.cp"):
         pack([make(tuple(range(3, 31)), (5, 2), 0, 0)], [1.0], 20)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_bins_are_full_but_never_too_full(sizes: list[int]) -> None:
-    bins = balance(sizes, 64)
-    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in b) <= 64 for b in bins)
-    assert len(bins) <= 2 * -(-sum(sizes) // 64) + 1
 
 
 def test_what_a_served_teacher_says_is_in_the_order_of_trained_tokens() -> None:

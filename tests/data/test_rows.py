@@ -148,10 +148,7 @@ def test_text_that_looks_like_something_else_stays_as_it_is(tmp_path: Path) -> N
 def test_line_ends_of_csv(tmp_path: Path, end: str) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(end.join(["prompt,answer", f'"two{end}lines",007', "one,08", ""]).encode())
-    assert list(read(str(path))) == [
-        {"prompt": f"two{end}lines", "answer": "007"},
-        {"prompt": "one", "answer": "08"},
-    ]
+    assert list(read(str(path))) == [{"prompt": f"two{end}lines", "answer": "007"}, {"prompt": "one", "answer": "08"}]
     path.write_bytes(end.join(["prompt,answer", "one,2", "one,2,3"]).encode())
     with pytest.raises(BirlError, match="line 3: 3 fields, but the header has 2"):
         read(str(path))

@@ -23,12 +23,7 @@ def shell_blocks() -> list:
 
 @pytest.mark.parametrize(("block", "own"), shell_blocks())
 def test_commands_work(
-    block: list[list[str]],
-    own: dict[str, str],
-    demo: Path,
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    block: list[list[str]], own: dict[str, str], demo: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if missing() and any("env=miniwob" in words for words in block):
         pytest.skip("no browser: make setup-browser")

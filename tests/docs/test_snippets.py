@@ -81,8 +81,4 @@ def judged_awaits(function: Callable[..., Any]) -> None:
     assert asyncio.run(function(["It is 7.", "8"], gold=["7", "7"])) == [1.0, 0.0]
 
 
-CHECKS = {
-    "short_and_right": reward_is_a_number_for_each,
-    "judged": judged_awaits,
-    "gold": gold_is_a_list_of_replies,
-}
+CHECKS = {"short_and_right": reward_is_a_number_for_each, "judged": judged_awaits, "gold": gold_is_a_list_of_replies}

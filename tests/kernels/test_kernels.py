@@ -16,6 +16,7 @@ from birl.data.trees import Tree
 from birl.engine.pages import sharing
 from birl.kernels import KEEP, SWIGLU, Kernels, compiling
 from birl.kernels.instructions import marches
+from birl.kernels.tensors import PackedWeight
 from birl.models.attention import Packed, tree_mask
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.quantized import rounded
@@ -23,8 +24,7 @@ from birl.models.quantized import rounded
 pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 BOTH = pytest.mark.parametrize("k", [torch.float32, torch.bfloat16], indirect=True)
 TREES = [Tree.of(45, (12, 33, 1)), Tree.of(7), Tree.of(32, (40, 40)), Tree.of(1, (3, 2))]
-TREES.append(Tree.of(45, (12, (33, (1, (70, (9, 40)))), 1)))
-TREES.append(Tree.of(500, (300, 40)))
+TREES += [Tree.of(45, (12, (33, (1, (70, (9, 40)))), 1)), Tree.of(500, (300, 40))]
 HEADS, KV_HEADS, SIZE = 6, 2, 32
 
 
@@ -287,8 +287,7 @@ def test_logprobs_and_their_gradient(k: Kernels) -> None:
     torch.testing.assert_close(found_entropy.double(), entropy.detach(), atol=1e-5, rtol=1e-5)
     a, b = rand(7, seed=2), rand(7, seed=3)
     (logp * a + entropy * b).sum().backward()
-    words = logits.T.contiguous()
-    parts = [slice(0, 512), slice(512, 1003)]
+    words, parts = logits.T.contiguous(), [slice(0, 512), slice(512, 1003)]
     found = [
         k.logprobs_backward(words[p].contiguous(), targets, 0.7, norm, found_entropy, a, b, p.start) for p in parts
     ]
@@ -317,15 +316,18 @@ def test_samples_follow_the_distribution_and_their_logprobs_are_the_learners() -
     assert best == logits.argmax() and logp.item() == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
 
 
+def headed(rows: int, words: int, biased: bool) -> tuple[Kernels, torch.Tensor, PackedWeight, torch.Tensor | None]:
+    k = kernels.load(torch.bfloat16, SIZE)
+    assert k is not None
+    bias = rand(words, seed=3).bfloat16() if biased else None
+    return k, rand(rows, 96, seed=1).bfloat16(), k.pack([(rand(words, 96, seed=2) * 0.4).bfloat16()]), bias
+
+
 @pytest.mark.parametrize("rows", [1, 7, 40, 128, 131])
 @pytest.mark.parametrize("words", [16, 1008, 3040])  # less than a cell; a stretch that is not full; several
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_head_draws_what_is_drawn_from_its_logits(rows: int, words: int, biased: bool) -> None:
-    k = kernels.load(torch.bfloat16, SIZE)
-    assert k is not None
-    hidden, weight = rand(rows, 96, seed=1).bfloat16(), (rand(words, 96, seed=2) * 0.4).bfloat16()
-    bias = rand(words, seed=3).bfloat16() if biased else None
-    packed = k.pack([weight])
+    k, hidden, packed, bias = headed(rows, words, biased)
     temperatures = torch.tensor([1.0, 0.0, 0.7, 0.01]).repeat(rows)[:rows]
     uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(4))
     uniforms[-1] = 1.0
@@ -339,11 +341,7 @@ def test_the_head_draws_what_is_drawn_from_its_logits(rows: int, words: int, bia
 @pytest.mark.parametrize("words", [16, 1008, 3040])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_head_gives_the_log_probs_of_its_logits(rows: int, words: int, biased: bool) -> None:
-    k = kernels.load(torch.bfloat16, SIZE)
-    assert k is not None
-    hidden, weight = rand(rows, 96, seed=1).bfloat16(), (rand(words, 96, seed=2) * 0.4).bfloat16()
-    bias = rand(words, seed=3).bfloat16() if biased else None
-    packed = k.pack([weight])
+    k, hidden, packed, bias = headed(rows, words, biased)
     targets = torch.randint(0, words, (rows,), generator=torch.Generator().manual_seed(4))
     found = k.head_logprobs(hidden, packed, bias, targets, 0.8)
     wanted = k.logprobs(k.gemm_float(hidden, packed, bias), targets, 0.8)
@@ -355,13 +353,11 @@ def test_the_head_gives_the_log_probs_of_its_logits(rows: int, words: int, biase
 def test_the_head_tells_of_logits_that_are_no_numbers(value: float) -> None:
     k = kernels.load(torch.bfloat16, SIZE)
     assert k is not None
-    weight = rand(2000, 32, seed=2).bfloat16()
+    hidden, packed = rand(4, 32).bfloat16(), k.pack([rand(2000, 32, seed=2).bfloat16()])
     bias = torch.zeros(2000, dtype=torch.bfloat16)
     bias[1500:1600] = value
     for temperature in (1.0, 0.0):
-        tokens, logp = k.head_sample(
-            rand(4, 32).bfloat16(), k.pack([weight]), bias, torch.full((4,), temperature), torch.full((4,), 0.9)
-        )
+        tokens, logp = k.head_sample(hidden, packed, bias, torch.full((4,), temperature), torch.full((4,), 0.9))
         if value == -float("inf"):
             assert logp.isfinite().all() and not ((tokens >= 1500) & (tokens < 1600)).any()
         else:
@@ -398,14 +394,7 @@ def test_without_a_compiler_everything_else_works(tmp_path: Path, change: dict[s
 @pytest.mark.parametrize("flags", [["-DBF16"], []], ids=["bfloat16", "float32"])
 def test_no_pointer_is_passed_for_another_type(flags: list[str]) -> None:
     """GCC 14 refuses to compile that."""
-    command = [
-        compiling.compiler() or "cc",
-        "-fsyntax-only",
-        "-fopenmp",
-        "-Werror=incompatible-pointer-types",
-        "-DHEAD_DIM=64",
-    ]
-    done = subprocess.run(
-        [*command, f"-march={marches()[0]}", *flags, *compiling.SOURCES], capture_output=True, text=True, timeout=120
-    )
+    words = ("-fsyntax-only", "-fopenmp", "-Werror=incompatible-pointer-types", "-DHEAD_DIM=64", *flags)
+    command = [compiling.compiler() or "cc", *words, f"-march={marches()[0]}", *compiling.SOURCES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

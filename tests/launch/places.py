@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "data: {train: my.jsonl}\nengine: {kind: birl, count: 2}\nweights: {method: direct}\n"
 ROW = '{"prompt": "What is 3 + 4?", "answer": "7"}\n'
 #: the keys that a place does not start without
-NEEDED = {
-    "aws": ("launch.bucket=my-runs", "launch.ssh_from=203.0.113.7/32"),
-}
+NEEDED = {"aws": ("launch.bucket=my-runs", "launch.ssh_from=203.0.113.7/32")}
 
 
 def folder(path: Path) -> Path:

@@ -104,11 +104,7 @@ def test_files_and_folders_that_the_configuration_names(here: Path) -> None:
     (here / "model").mkdir()
     (here / "own.py").write_text("def score(completions, **_): return [1.0] * len(completions)\n")
     (here / "math").mkdir()  # the name of a reward, and not of this folder
-    words = [
-        "model.path=model",
-        "reward.functions=[math,own.py:score]",
-        "data.validation=train@my.jsonl",
-    ]
+    words = ["model.path=model", "reward.functions=[math,own.py:score]", "data.validation=train@my.jsonl"]
     assert set(package.local(derived(*words))) == {"recipe.yaml", "my.jsonl", "model", "own.py"}
     for path in (".", "..", str(here)):
         assert package.named("model.path", path) == ""  # never the whole folder
@@ -172,10 +168,7 @@ def test_browsers_go_beside_birl(where: str) -> None:
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        (
-            "data.train=nothere.jsonl",
-            r"data\.train=nothere\.jsonl: there is no nothere\.jsonl here that could",
-        ),
+        ("data.train=nothere.jsonl", r"data\.train=nothere\.jsonl: there is no nothere\.jsonl here that could"),
         ("reward.functions=nothere.py:f", r"reward\.functions=nothere\.py:f: there is no"),
         ("data.train=below/../../x.jsonl", r"x\.jsonl: is not below the current folder"),
         ("env=nosuch", r"env\.kind=nosuch: must be"),

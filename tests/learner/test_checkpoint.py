@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 
@@ -144,8 +143,3 @@ def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(BirlError, match=r"step-000002/state\.json cannot be read .* verify"):
         checkpoints.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
     assert [s.step for s in step_folders.saved(tmp_path / "checkpoints")] == [1, 2]
-
-
-def test_the_state_is_json(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, tensors(), {"best": 0.5})
-    assert json.loads((path / "state.json").read_text())["best"] == 0.5

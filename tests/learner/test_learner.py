@@ -90,14 +90,6 @@ def test_trees_of_any_depth_change_neither_loss_nor_gradient(kind: str) -> None:
             torch.testing.assert_close(found[name], wanted, atol=1e-5 * max(scale, 1.0), rtol=1e-5, msg=name)
 
 
-def test_order_does_not_matter() -> None:
-    samples = groups(4)
-    one, _ = gradients(pack(samples, [0.1] * len(samples), 60))
-    other, _ = gradients(pack(samples[::-1], [0.1] * len(samples), 60))
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
-
-
 def test_a_masked_token_has_no_gradient_of_its_own() -> None:
     """Changing what is trained on a masked place (its log-prob, its advantage) changes nothing, since it is not in the
     batch."""

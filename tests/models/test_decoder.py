@@ -27,15 +27,8 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "initializer_range": 0.1,
-    "attn_implementation": NAME,
+    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1, "attn_implementation": NAME},
 }
 LATE_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 TREES = [Tree.of(9, (5, 8)), Tree.of(4), Tree.of(40, (3, 30, 1))]

@@ -10,9 +10,7 @@ from typing import Any, cast
 import huggingface_hub
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from birl.config.schema import Model
@@ -29,11 +27,8 @@ from birl.models.load import (
     save_hf_config,
 )
 from birl.models.slices import sketched
-from birl.models.verify import verify
 from tests.tiny import CHATML, tiny_model, tiny_model_folder, tiny_tokenizer
-
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA_LIKE = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+from tests.zoo import build
 
 
 @pytest.fixture
@@ -51,18 +46,6 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 def change_config(folder: Path, **values: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def save_random(folder: Path, name: str, **config: Any) -> Path:
-    """A model of any architecture, with weights wide enough for every layer to matter."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**config))
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
-    return folder
 
 
 def test_weights_are_float32_and_attention_is_ours(folder: Path) -> None:
@@ -264,57 +247,6 @@ def test_replies_end_where_the_model_says_so_too(folder: Path) -> None:
     assert chat.parse((*chat.encode("7"), 2)).content == "7"
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("MistralConfig", {**LLAMA_LIKE, "sliding_window": 4}),
-        ("Exaone4Config", {**LLAMA_LIKE, "sliding_window": 4, "sliding_window_pattern": 2}),
-        ("Qwen2Config", {**LLAMA_LIKE, "pad_token_id": 5}),
-        ("Qwen3Config", LLAMA_LIKE),
-        ("Gemma2Config", {**LLAMA_LIKE, "head_dim": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-        ("GptOssConfig", {**LLAMA_LIKE, "num_local_experts": 2, "num_experts_per_tok": 1}),
-        ("CohereConfig", {**LLAMA_LIKE, "logit_scale": 0.5}),
-        ("GraniteConfig", {**LLAMA_LIKE, "logits_scaling": 8.0}),
-        ("GPTNeoXConfig", SMALL),
-        ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    ],
-)
-def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    verify(load_model(save_random(tmp_path, name, **options)))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("BertConfig", {**SMALL, "intermediate_size": 64}, "later tokens"),
-        ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "by distance to every score"),
-        ("FalconConfig", {**SMALL, "alibi": True}, "FalconAttention .* alibi"),
-        ("RwkvConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "keeps two states"),
-        (
-            "XGLMConfig",
-            {"vocab_size": 64, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
-            "XGLMAttention .* does not hand on",
-        ),
-    ],
-    ids=[
-        "bidirectional",
-        "alibi",
-        "own",
-        "recurrent",
-        "drops_options",
-    ],
-)
-def test_architectures_that_would_be_silently_wrong_are_refused(
-    tmp_path: Path, name: str, options: dict[str, Any], reason: str
-) -> None:
-    saved = save_random(tmp_path, name, **options)
-    with pytest.raises(BirlError, match=reason):
-        verify(load_model(saved))
-    if "replace" in reason:  # and by ranks that share its weights out
-        with pytest.raises(BirlError, match=reason):
-            sketched(saved, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("path", ["nobody/nothing", "./nowhere", "/no/such/folder", "three words here"])
 def test_what_is_neither_a_folder_nor_on_the_hub_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -383,10 +315,9 @@ def test_no_end_token_at_all() -> None:
     assert end_ids(model, PreTrainedTokenizerFast(tokenizer_object=backend)) == frozenset()
 
 
-def test_the_context_limit_is_the_configs_whatever_it_calls_it(tiny: Path, tmp_path: Path) -> None:
+def test_the_context_limit_is_the_configs_whatever_it_calls_it(tiny: Path) -> None:
     assert context_limit(load_model(tiny)) == 512
-    gpt2 = save_random(tmp_path, "GPT2Config", vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=96)
-    assert context_limit(load_model(gpt2)) == 96
+    assert context_limit(build("gpt2", n_positions=96)) == 96
 
 
 def test_a_saved_configuration_makes_a_model_folder_with_the_weights_alone(tiny: Path, tmp_path: Path) -> None:

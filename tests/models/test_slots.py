@@ -20,29 +20,14 @@ from birl.models.slots import page_bytes, slots_of
 from birl.models.verify import verify
 
 BASE = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1},
     "eos_token_id": 2,
 }
 MLA = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 4},
 }
 # architecture, its options, what each call of attention keeps: (layer, query heads, key heads, key,
 # value)
@@ -50,11 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[int, ...]]]] = {
     "keys as wide as values": ("deepseek_v3", MLA | {"v_head_dim": 64}, [(i, 4, 4, 64, 64) for i in range(2)]),
     "wider keys than values": ("deepseek_v3", MLA | {"v_head_dim": 16}, [(i, 4, 4, 64, 16) for i in range(2)]),
     "an ignored number of key heads": ("gpt_neox", {"num_key_value_heads": 2}, [(i, 4, 4, 16, 16) for i in range(2)]),
-    "two calls in a layer": (
-        "diffllama",
-        {"num_key_value_heads": 2},
-        [(i // 2, 4, 2, 16, 16) for i in range(4)],
-    ),
+    "two calls in a layer": ("diffllama", {"num_key_value_heads": 2}, [(i // 2, 4, 2, 16, 16) for i in range(4)]),
 }
 
 

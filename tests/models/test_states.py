@@ -34,8 +34,7 @@ def separate(ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "mamba", "minimax", "recurrent_gemma", "zaya", "xlstm"],
+    "kind", ["lfm2", "qwen3_5_text", "bamba", "mamba2", "jamba", "mamba", "minimax", "recurrent_gemma", "zaya", "xlstm"]
 )
 def test_packed_trees_are_separate_sequences(kind: str) -> None:
     """In log-probs and in the gradient, against transformers' own forward."""

@@ -31,18 +31,8 @@ from tests.learner.test_learner import reinforce
 
 ONE, OTHER = Picture.of(sights.drawn("7", (24, 16))), Picture.of(sights.drawn("3", (16, 32), "yellow"))
 KINDS = (
-    "qwen3_vl",
-    "qwen2_5_vl",
-    "qwen3_5",
-    "internvl",
-    "lfm2_vl",
-    "mistral3",
-    "smolvlm",
-    "qwen3_vl_moe",
-    "qwen3_5_moe",
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
+    *("qwen3_vl", "qwen2_5_vl", "qwen3_5", "internvl", "lfm2_vl", "mistral3", "smolvlm", "qwen3_vl_moe", "qwen3_5_moe"),
+    *("gemma3", "gemma4", "gemma4_unified"),
 )
 #: processors that need more than Pillow
 NEEDS = {"gemma4_unified": "torchvision", "lfm2_vl": "torchvision", "mistral3": "torchvision", "smolvlm": "num2words"}

@@ -53,6 +53,9 @@ CONFIGURED = [
     ("jetmoe", {"num_experts_per_tok": 1}),  # as many rows as tokens, sorted by expert
     ("hyperclovax", {"logits_scaling": 0.125}),  # a factor; Granite's is a divisor
     ("recurrent_gemma", {"block_types": ["recurrent", "recurrent", "attention"]}),
+    ("exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),
+    ("gpt2", {}),  # places that are learned
+    ("gpt_neox", {}),
 ]
 
 

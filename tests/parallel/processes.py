@@ -17,15 +17,8 @@ from birl.process import free_port
 
 #: one server for all tests of a process: what they all need
 PRELOADED = [
-    "datasets",
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    "birl.learner.learner",
-    "birl.server.serve",
-    "birl.train.command",
-    "birl.train.build",
-    "birl.track.report",
-    "tests.tiny",
+    *("datasets", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "birl.learner.learner"),
+    *("birl.server.serve", "birl.train.command", "birl.train.build", "birl.track.report", "tests.tiny"),
 ]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)

@@ -60,10 +60,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-LAYOUTS = [
-    [Grid(fsdp=8), Grid(fsdp=2), Grid(fsdp=5)],
-    [Grid(ddp=2, fsdp=2), Grid(), Grid(ddp=3)],
-]
+LAYOUTS = [[Grid(fsdp=8), Grid(fsdp=2), Grid(fsdp=5)], [Grid(ddp=2, fsdp=2), Grid(), Grid(ddp=3)]]
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=["parts", "copies"])

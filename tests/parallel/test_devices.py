@@ -160,10 +160,7 @@ def test_evaluations_and_conversations_compute_on_the_gpu_that_is_named(monkeypa
 def test_the_thread_that_computes_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks as threads: CUDA's current device is one for each thread."""
     current = cards(monkeypatch, 2)
-    with (
-        compute_thread(1, torch.device("cuda", 0)) as first,
-        compute_thread(1, torch.device("cuda", 1)) as second,
-    ):
+    with compute_thread(1, torch.device("cuda", 0)) as first, compute_thread(1, torch.device("cuda", 1)) as second:
         for index, compute in enumerate((first, second)):
             assert compute.submit(torch.cuda.current_device).result() == index
     assert len(current) == 2 and threading.get_ident() not in current
@@ -272,10 +269,7 @@ def test_after_a_failure_no_kernel_is_waited_for(monkeypatch: pytest.MonkeyPatch
     for place in (dist, dist.distributed_c10d):
         monkeypatch.setattr(place, "destroy_process_group", lambda: pytest.fail("it would wait"))
     words = [sys.executable, "-m", "tests.parallel.test_devices", "2", "", str(tiny)]
-    with (
-        pytest.raises(ZeroDivisionError),
-        rank_processes(PAIR, torch.device("cuda", 0), 30.0, words, "", 1, tmp_path),
-    ):
+    with pytest.raises(ZeroDivisionError), rank_processes(PAIR, torch.device("cuda", 0), 30.0, words, "", 1, tmp_path):
         raise ZeroDivisionError
     assert not dist.is_initialized()
 

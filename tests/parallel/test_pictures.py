@@ -145,10 +145,7 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "word", "reason"),
-    [
-        ("gemma4", "tp", " of Gemma4TextModel is nothing that birl can split"),
-    ],
+    ("kind", "word", "reason"), [("gemma4", "tp", " of Gemma4TextModel is nothing that birl can split")]
 )
 def test_what_is_not_built_is_refused(
     kind: str, word: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

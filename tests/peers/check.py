@@ -45,7 +45,7 @@ def main() -> int:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
 
-    from tests.peers import compare, trl_preference_rows, trl_rows, verl_rows  # noqa: F401
+    from tests.peers import compare, trl_preference_rows, trl_rows, verl_policy_rows, verl_rows  # noqa: F401
 
     lines, failed = [], 0
     for check in compare.CHECKS:

@@ -27,6 +27,7 @@ class Attack:
 
 START = """
 import ctypes, ctypes.util, json, os, signal, socket, struct, sys, time
+from contextlib import suppress
 facts = json.loads(sys.stdin.read())
 libc = ctypes.CDLL(None, use_errno=True)
 def broken(what):
@@ -98,29 +99,25 @@ DISK = """
 for place in (".", "/tmp", "/dev/shm", "/dev", "/dev/pts", "/var/tmp", "/run", "/mnt", facts["folder"], "/"):
     total = 0
     for name in range(40):
-        try:
+        with suppress(OSError):
             with open(f"{place}/fill{name}", "wb") as file:
                 for _ in range(8):
                     total += file.write(bytes(1 << 20)) >> 20
-        except OSError:
-            pass
     if total > (64 if place in (".", "/tmp", "/dev/shm") else 0):
         broken(f"{total} MiB in {place}")
 """
 FILES = """
 for place in ("/dev", "/dev/pts", "/run", "/dev/shm", "/tmp", "."):
     count = 0
-    try:
+    with suppress(OSError):
         for count in range(100000):
             os.close(os.open(f"{place}/{count}", os.O_CREAT | os.O_WRONLY))
-    except OSError:
-        pass
     if count > (50000 if place in ("/dev/shm", "/tmp", ".") else 0):
         broken(f"{count} files in {place}")
 """
 DEEP = """
 total = 0
-try:
+with suppress(OSError):
     for _ in range(2100):
         os.mkdir("d")
         os.chdir("d")
@@ -129,8 +126,6 @@ try:
             for _ in range(8):
                 total += file.write(bytes(1 << 20)) >> 20
         time.sleep(0.02)
-except OSError:
-    pass
 if total > 100:
     broken(f"{total} MiB below deep folders")
 """
@@ -220,10 +215,8 @@ for pid in {1, os.getppid()}:
     if libc.ptrace(16, pid, 0, 0) == 0:
         broken(f"ptrace {pid}")
 for pid in (os.getppid(), -1):
-    try:
+    with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
 """
 BREAKING = """
 import resource
@@ -236,10 +229,8 @@ for pid in {1, os.getppid()}:
     calls.append(lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)))
     calls.append(lambda: open(f"/proc/{pid}/oom_score_adj", "w").write("1000"))
     for call in calls:
-        try:
+        with suppress(OSError, ValueError):
             call()
-        except (OSError, ValueError):
-            pass
 os.write(1, b"x" * 300000)
 time.sleep(1000)
 """
@@ -249,10 +240,8 @@ for way in range(4):
         libc.prctl(36, 1, 0, 0, 0)  # its children's orphans go to itself, and not to who watches
     parents = 0x8000 if way == 2 and os.getppid() != 1 and os.uname().machine == "x86_64" else 0  # CLONE_PARENT
     if (libc.syscall(56, parents | 17, 0, 0, 0, 0) if parents else os.fork()) == 0:
-        try:
+        with suppress(OSError):
             os.setsid() if way else None
-        except OSError:
-            pass
         for number in range(1, 32):
             if number not in (9, 19, 17):
                 signal.signal(number, signal.SIG_IGN)
@@ -313,26 +302,20 @@ for root, folders, _ in os.walk("/"):
 """
 LEAVE = """
 for place in PLACES:
-    try:
+    with suppress(OSError):
         with open(f"{place}/left", "w") as file:
             file.write("x")
-    except OSError:
-        pass
 for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx"):
     for change in (lambda: os.utime(f"/dev/{name}", (1234, 1234)), lambda: os.chmod(f"/dev/{name}", 0o604)):
-        try:
+        with suppress(OSError):
             change()
-        except OSError:
-            pass
 libc.shmget(4711, 4096, 0o1666)
 libc.semget(4711, 1, 0o1666)
 for root, _, names in os.walk("/proc/sys"):
     for name in names:
-        try:
+        with suppress(OSError):
             with open(f"{root}/{name}", "w") as file:
                 file.write("4711")
-        except OSError:
-            pass
 """
 FIND = """
 for place in PLACES:
@@ -363,19 +346,15 @@ sys.exit(0)
 """
 SILENT = """
 for fd in range(3, 64):
-    try:
+    with suppress(OSError):
         os.close(fd)
-    except OSError:
-        pass
 os.close(0); os.close(1); os.close(2)
 time.sleep(1000)
 """
 BUSY = """
 for number in range(1, 32):
-    try:
+    with suppress(OSError, ValueError):
         signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
 while True:
     pass
 """

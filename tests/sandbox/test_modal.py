@@ -38,13 +38,7 @@ def test_a_program_runs_in_a_container_of_its_own(modal: modal_api.Modal) -> Non
     assert (result.ending, result.kind, result.warning) == (Ending.OK, "modal", "")
     assert result.files == {"out": b"8"} and modal.living == 0
     (_, asked) = modal.calls[-1]
-    assert asked == {
-        "app": "app",
-        "image": "image",
-        "timeout": 69,
-        "memory": (300, 556),
-        "block_network": True,
-    }
+    assert asked == {"app": "app", "image": "image", "timeout": 69, "memory": (300, 556), "block_network": True}
 
 
 def test_its_limits_hold(modal: modal_api.Modal) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from birl.text.parts import Finder
 from birl.text.pictures import Pictures, is_picture
 from birl.types import SamplingParams, Stop, Update
 from tests.engine.test_update import weights
-from tests.server.sglang_api_types import GenerateRequest, GenerateResponse, JsonContractError
+from tests.server.sglang_api_types import GenerateRequest, GenerateResponse
 
 
 class Double:
@@ -217,22 +218,22 @@ class SGLangDouble(Double):
         self.bodies.append(body)
         try:
             asked = GenerateRequest.from_json_value(body)
-        except JsonContractError as error:
+        except msgspec.ValidationError as error:
             return JSONResponse({"error": str(error)}, 400)
-        sampling, ids = asked.sampling_params, list(asked.input_ids)  # type: ignore[arg-type]
-        assert asked.return_logprob and sampling.top_p == 1 and sampling.min_p == 0 and sampling.no_stop_trim  # pyright: ignore
-        start: int = asked.logprob_start_len  # type: ignore[assignment]
+        sampling, ids = asked.sampling_params, asked.input_ids
+        assert asked.return_logprob and sampling.top_p == 1 and sampling.min_p == 0 and sampling.no_stop_trim
+        start = asked.logprob_start_len
         given: list[Any] = []
         if start >= 0:
             scores = [None, *await self.scored(ids)]
             given = [[None if i == start else scores[i], ids[i], None] for i in range(start, len(ids))]
         params = SamplingParams(
-            max_tokens=sampling.max_new_tokens,  # pyright: ignore
-            temperature=sampling.temperature,  # pyright: ignore
-            stop=tuple(sampling.stop or ()),  # pyright: ignore
-            stop_ids=tuple(sampling.stop_token_ids or ()),  # pyright: ignore
-            ignore_eos=bool(sampling.ignore_eos),  # pyright: ignore
-            seed=sampling.sampling_seed,  # pyright: ignore
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop=tuple(sampling.stop),
+            stop_ids=tuple(sampling.stop_token_ids),
+            ignore_eos=bool(sampling.ignore_eos),
+            seed=sampling.sampling_seed,
         )
         answer = await self.engine.generate(tuple(ids), params, asked.rid)
         reasons: dict[Stop, Any] = {

@@ -190,6 +190,12 @@ def fakes(n: int, **keys: Any) -> list[Fake]:
     return [Fake(f"engine{i}", **keys) for i in range(n)]
 
 
+async def started(engines: list[Fake], **keys: Any) -> tuple[list[Fake], Router]:
+    router = Router(engines, **keys)
+    await router.start()
+    return engines, router
+
+
 def params(n: int = 20, seed: int | None = 7, **keys: Any) -> SamplingParams:
     return SamplingParams(max_tokens=n, seed=seed, **keys)
 

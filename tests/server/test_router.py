@@ -10,15 +10,13 @@ from birl.engines.router import Router
 from birl.engines.wire import Remote
 from birl.errors import BirlError, EngineDown
 from birl.types import Completion, SamplingParams, Stop
-from tests.server.fakes import PROMPT, Fake, Loop, expected, fakes, params, states, until, update
+from tests.server.fakes import PROMPT, Fake, Loop, expected, fakes, params, started, states, until, update
 
 LOOP = Loop
 
 
 async def test_load_spreads_and_the_table_adds_up() -> None:
-    engines = fakes(4)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(4))
     answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(40)))
     assert [a.ids for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(40)]
     assert [e.most for e in engines] == [10, 10, 10, 10]
@@ -43,9 +41,7 @@ async def test_a_slow_engine_gets_fewer_requests() -> None:
 
 async def test_a_conversation_goes_where_its_beginning_was_computed_while_load_is_even() -> None:
     """Without a session: its second turn. Not a third of a prompt, not beside many others, not after new weights."""
-    engines = fakes(4)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(4))
 
     async def place(prompt: tuple[int, ...], n: int = 3) -> str:
         before = {e: len(e.log) for e in engines}
@@ -71,9 +67,7 @@ async def test_a_conversation_goes_where_its_beginning_was_computed_while_load_i
 
 
 async def test_a_session_stays_while_its_engine_is_well() -> None:
-    engines = fakes(3)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(3))
     for _ in range(5):
         await asyncio.gather(*(router.generate(PROMPT, params(3), session=f"s{i}") for i in range(30)))
     homes = {s: [e for e in engines if ("generate", s) in e.log] for s in (f"s{i}" for i in range(30))}
@@ -92,9 +86,8 @@ async def test_a_session_stays_while_its_engine_is_well() -> None:
 
 @pytest.mark.parametrize("way", ["crash", "freeze", "garbage"])
 async def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> None:
-    engines, events = fakes(2), []
-    router = Router(engines, on_event=lambda name, **fields: events.append((name, fields)))
-    await router.start()
+    events = []
+    engines, router = await started(fakes(2), on_event=lambda name, **fields: events.append((name, fields)))
     asked = [asyncio.create_task(router.generate(PROMPT, params(100, seed=i))) for i in range(10)]
     await asyncio.sleep(3.0)
     engines[0].crash() if way == "crash" else engines[0].change(**{{"freeze": "frozen"}.get(way, way): True})
@@ -185,9 +178,7 @@ async def test_an_answer_that_somebody_cut_goes_on(engine: str) -> None:
 
         return call
 
-    engines = fakes(2, engine=engine)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2, engine=engine))
     seen: list[SamplingParams] = []
     for each in engines:
         each.generate = watched(each.generate, seen)  # type: ignore[method-assign]
@@ -229,9 +220,7 @@ async def test_an_answer_with_a_stop_string_that_another_client_cut_begins_again
 
 
 async def test_an_abort_that_was_asked_for_gives_what_there_is() -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     asked = [asyncio.create_task(router.generate(PROMPT, params(50), session=s)) for s in ("a", "a", "b")]
     await asyncio.sleep(2)
     assert await router.abort({"a"}) == 2

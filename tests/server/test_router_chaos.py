@@ -160,10 +160,7 @@ async def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> Non
         events.clear()
         os.kill(processes[clients[1].address].pid, signal.SIGCONT)
         await until(lambda: states(router) == ["ready", "ready"], 30)
-        assert [name for name, f in events if f["address"] == clients[1].address] == [
-            "engine_stale",
-            "engine_ready",
-        ]
+        assert [name for name, f in events if f["address"] == clients[1].address] == ["engine_stale", "engine_ready"]
         late = await asyncio.gather(*ask(8, "late"))
         assert [a.ids for a in late] == [a.ids for a in expect] and {v for a in late for v in a.versions.tolist()} == {
             2

@@ -9,7 +9,7 @@ from birl.engines.router import Router
 from birl.engines.wire import Remote
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Held, Stop, Update
-from tests.server.fakes import PROMPT, Fake, Loop, digest_of, expected, fakes, params, states, until, update
+from tests.server.fakes import PROMPT, Fake, Loop, digest_of, expected, fakes, params, started, states, until, update
 
 LOOP = Loop
 
@@ -54,9 +54,7 @@ async def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
 
 async def test_settling_does_not_wait_for_an_engine_that_has_gone_down() -> None:
     """It took the weights, proved them, and died; the others are ready."""
-    engines = fakes(2)
-    router = Router(engines, interval=1000.0)
-    await router.start()
+    engines, router = await started(fakes(2), interval=1000.0)
     await router.load(update(5))
     engines[1].crash()
     router.fleet.members[1].poke.set()
@@ -74,9 +72,7 @@ async def test_settling_does_not_wait_for_an_engine_that_has_gone_down() -> None
 
 @pytest.mark.parametrize("way", ["refuses", "frozen", "crash"])
 async def test_an_engine_that_does_not_take_the_weights_gets_no_request_until_it_has(way: str) -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     bad = engines[1]
     bad.crash() if way == "crash" else bad.change(**{way: "truncated" if way == "refuses" else True})
     assert (await router.load(update(5))).bytes == 10
@@ -93,9 +89,7 @@ async def test_an_engine_that_does_not_take_the_weights_gets_no_request_until_it
 
 
 async def test_weights_that_nobody_takes_raise_and_the_old_ones_stay() -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     for engine in engines:
         engine.refuses = "mismatch"
     with pytest.raises(WeightsFailed, match="engine0 refuses") as caught:
@@ -112,9 +106,7 @@ async def test_weights_that_nobody_takes_raise_and_the_old_ones_stay() -> None:
 
 
 async def test_wrong_bytes_are_found_by_the_digest_even_if_the_engine_is_content() -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     load = engines[1].load
 
     async def careless(update: Update) -> Held:
@@ -190,9 +182,7 @@ async def test_a_look_that_is_overtaken_says_nothing() -> None:
 
 
 async def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> None:
-    engines = fakes(2)
-    router = Router(engines, interval=5.0)
-    await router.start()
+    engines, router = await started(fakes(2), interval=5.0)
     await router.load(update(5))
     await asyncio.sleep(1)
     engines[0].log.clear()
@@ -209,9 +199,10 @@ async def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> No
 
 
 async def test_somebody_elses_weights_make_an_engine_stale() -> None:
-    engines, events = fakes(2), []
-    router = Router(engines, on_event=lambda name, **fields: events.append((name, fields.get("error"))))
-    await router.start()
+    events = []
+    engines, router = await started(
+        fakes(2), on_event=lambda name, **fields: events.append((name, fields.get("error")))
+    )
     await router.load(update(5))
     engines[0].version = engines[0].truth = 8
     answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(8)))
@@ -243,9 +234,7 @@ async def test_engines_that_do_not_start_with_the_same_weights_are_told() -> Non
 
 
 async def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     running = [asyncio.create_task(router.generate(PROMPT, params(50, seed=i))) for i in range(2)]
     await asyncio.sleep(2)
     await router.pause()
@@ -268,9 +257,7 @@ async def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -
 
 
 async def test_an_engine_that_slept_is_given_its_weights_again() -> None:
-    engines = fakes(2)
-    router = Router(engines)
-    await router.start()
+    engines, router = await started(fakes(2))
     await router.load(update(5))
     await engines[0].sleep()
     await until(lambda: states(router)[0] == "draining")

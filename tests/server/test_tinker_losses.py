@@ -164,10 +164,7 @@ def test_what_a_loss_lacks_is_said(asked: ForwardBackward, said: str) -> None:
 
 
 def test_bounds_of_a_datum_fit_it_and_gspo_has_one_of_each() -> None:
-    for loss, bound, said in (
-        ("gspo", [0.5, 0.6, 0.7], "one ratio"),
-        ("ppo", [[0.5, 0.5]] * 3, "has the shape"),
-    ):
+    for loss, bound, said in (("gspo", [0.5, 0.6, 0.7], "one ratio"), ("ppo", [[0.5, 0.5]] * 3, "has the shape")):
         datum = Datum(
             tokens=np.array([5, 6, 7]),
             inputs={"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advantages": np.ones(3),

@@ -130,12 +130,7 @@ ROME = ("get_weather", {"location": "Rome"})
             "",
             [PARIS],
         ),
-        (
-            "harmony",
-            ' to=functions.get_weather<|channel|>commentary json<|message|>{"location": "Paris"}',
-            "",
-            [PARIS],
-        ),
+        ("harmony", ' to=functions.get_weather<|channel|>commentary json<|message|>{"location": "Paris"}', "", [PARIS]),
         (
             "harmony",
             "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "

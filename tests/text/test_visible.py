@@ -98,5 +98,5 @@ def test_growing_thoughts_are_the_beginning_of_what_they_become(pieces: list[str
 def test_thoughts_are_told_as_they_come() -> None:
     growing = Growing(TAGS[0], opened=True)
     assert [growing.feed(piece) for piece in ("\n3", " + 4\n", "</thi", "nk>\n\n", "7")] == [
-        *(("3", ""), (" + 4", ""), ("", ""), ("", ""), ("", "7")),
+        *(("3", ""), (" + 4", ""), ("", ""), ("", ""), ("", "7"))
     ]

@@ -17,8 +17,7 @@ from birl.visible import visible
 from tests.track import runs
 
 TAGS = re.findall(
-    r"\w+",
-    "html head meta title style body main h1 h2 p div b i span details summary table tr td th pre script",
+    r"\w+", "html head meta title style body main h1 h2 p div b i span details summary table tr td th pre script"
 )
 
 

@@ -15,9 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-trackers" / "bin" / "python"
 NAMES = ("wandb", "mlflow", "trackio", "swanlab")
-pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="no trackers: make setup-trackers"),
-]
+pytestmark = [pytest.mark.skipif(not PYTHON.exists(), reason="no trackers: make setup-trackers")]
 
 
 @pytest.fixture

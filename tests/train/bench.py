@@ -33,20 +33,10 @@ class Bench:
     def __init__(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
         self.defaults = {
-            "model.path": str(model),
-            "model.dtype": "float32",
-            "data.train": "data.jsonl",
-            "reward.functions": "rewards.py:good",
-            "rollout.prompts": "2",
-            "rollout.group_size": "2",
-            "rollout.max_tokens": "8",
-            "optimizer.lr": "1e-3",
-            "checkpoint.every": "1",
-            "steps": "1",
-            "threads": "1",
-            "run": "run",
-            "track.console": "plain",
-            "track.tensorboard": "false",
+            **{"model.path": str(model), "model.dtype": "float32", "data.train": "data.jsonl"},
+            **{"reward.functions": "rewards.py:good", "rollout.prompts": "2", "rollout.group_size": "2"},
+            **{"rollout.max_tokens": "8", "optimizer.lr": "1e-3", "checkpoint.every": "1", "steps": "1"},
+            **{"threads": "1", "run": "run", "track.console": "plain", "track.tensorboard": "false"},
             "track.report": "false",
         }
         Path("rewards.py").write_text(REWARDS)

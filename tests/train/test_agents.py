@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from birl import Trainer
-from birl.config import schema
-from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.rollout.assemble import samples
 from birl.rollout.group import Rollout
@@ -21,6 +19,7 @@ from birl.train.command import train
 from birl.types import Completion, Group
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_model_folder
+from tests.train.trainers import small
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "recipes" / "data" / "arithmetic" / "train.jsonl"
@@ -59,17 +58,9 @@ class Run:
         monkeypatch.setattr(Rollout, "group", kept)
 
     def train(self, model: Path, run: Path, *words: str) -> dict[str, float]:
-        config = load(
-            schema.RL,
-            [
-                *(f"model.path={model}", "model.dtype=float32", "model.max_length=1000", f"data.train={ROWS}"),
-                *("rollout.prompts=1", "rollout.group_size=4", "rollout.max_tokens=24", "optimizer.lr=3e-3"),
-                *("steps=1", "validation.every=0", "validation.at_start=false", "threads=1", f"run={run}"),
-                *("track.console=off", "track.tensorboard=false", "track.report=false", "engine.kv_cache_gb=0.2"),
-                *words,
-            ],
-        )
-        train(config)
+        own = ("model.max_length=1000", f"data.train={ROWS}", "rollout.prompts=1", "rollout.max_tokens=24", "steps=1")
+        own += ("validation.every=0", "validation.at_start=false", f"run={run}", "engine.kv_cache_gb=0.2")
+        train(small(model, run, *own, *words))
         (found,) = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
         return found
 

@@ -8,14 +8,8 @@ from birl.view.trajectory import picture
 from tests.envs.browser.browsers import needs_browser, nothing_left
 
 SMALL = (
-    "env=miniwob",
-    "env.tasks=[click-test]",
-    "env.workers=1",
-    "env.describe=none",
-    "env.max_turns=2",
-    "env.validation_seeds=2",
-    "model.max_length=500",
-    "threads=1",
+    *("env=miniwob", "env.tasks=[click-test]", "env.workers=1", "env.describe=none", "env.max_turns=2"),
+    *("env.validation_seeds=2", "model.max_length=500", "threads=1"),
 )
 
 

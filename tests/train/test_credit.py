@@ -352,11 +352,7 @@ def test_a_function_of_ones_own(tmp_path: Any) -> None:
         ("def advantage(rewards, group, *, tau=1.0): return rewards", ("tau=x",), "tau=x must be a number"),
         ("def other(rewards, group): return rewards", (), "has no function advantage. It has: other"),
         ("import nothing_of_that_name", (), r"cannot be imported: \S*mine\.py:1: ModuleNotFoundError"),
-        (
-            "def advantage(rewards, group):\n return rewards[99]",
-            (),
-            r"it failed: \S*mine\.py:2: IndexError",
-        ),
+        ("def advantage(rewards, group):\n return rewards[99]", (), r"it failed: \S*mine\.py:2: IndexError"),
         ("def advantage(rewards, group): raise SystemExit(3)", (), r"it failed: \S*mine\.py:1: SystemExit: 3"),
         ("def advantage(rewards): return rewards", (), r"too many positional .* with \(rewards, group\); options"),
         ("def advantage(rewards, group, tau): return rewards", (), r"a required argument: 'tau'\. It is called"),

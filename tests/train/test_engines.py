@@ -200,11 +200,7 @@ def test_servers_sleep_while_the_learner_trains(tiny: Path, tmp_path: Path, serv
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("model.path={other}",), "vocabulary"),
-        (("model.dtype=float32",), "model.dtype=bfloat16"),
-    ],
+    ("words", "reason"), [(("model.path={other}",), "vocabulary"), (("model.dtype=float32",), "model.dtype=bfloat16")]
 )
 def test_servers_that_do_not_fit_are_refused_by_name(
     tiny: Path, tmp_path: Path, server: Path, words: tuple[str, ...], reason: str

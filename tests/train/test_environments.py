@@ -17,41 +17,19 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.train.command import train
+from tests.train.trainers import small
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
-    config = load(
-        schema.RL,
-        [
-            f"model.path={tiny}",
-            "model.dtype=float32",
-            "model.max_length=400",
-            "rollout.prompts=2",
-            "rollout.group_size=4",
-            "rollout.max_tokens=8",
-            "optimizer.lr=3e-3",
-            "steps=2",
-            "validation.every=0",
-            "validation.at_start=false",
-            "track.console=off",
-            "track.tensorboard=false",
-            "track.report=false",
-            "threads=1",
-            f"run={folder}/run",
-            *words,
-        ],
-    )
-    train(config)
+    quiet = ("model.max_length=400", "rollout.prompts=2", "validation.every=0", "validation.at_start=false")
+    train(small(tiny, folder, *quiet, *words))
     return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_bytes().splitlines()]
 
 
 WAYS = {
-    "reward function": (
-        f"reward={EXAMPLES}/reward_function.py:close_to",
-        f"data.train={EXAMPLES}/data/lengths.jsonl",
-    ),
+    "reward function": (f"reward={EXAMPLES}/reward_function.py:close_to", f"data.train={EXAMPLES}/data/lengths.jsonl"),
     "step function": (
         f"env={EXAMPLES}/step_function.py:step",
         f"data.train={EXAMPLES}/data/numbers.jsonl",

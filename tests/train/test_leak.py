@@ -11,12 +11,11 @@ from statistics import median
 import pytest
 import torch
 
-from birl.config import schema
-from birl.config.load import load
 from birl.named import Given
 from birl.track.tracker import Tracker
 from birl.train import build
 from birl.train.command import train
+from tests.train.trainers import small
 
 STEPS = 50
 
@@ -36,15 +35,7 @@ class MallInfo(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
             "keepcost",
         )
     )
@@ -86,15 +77,9 @@ def test_memory_is_flat(
     sampling = build.sampling
     monkeypatch.setattr(build, "sampling", lambda rollout: replace(sampling(rollout), ignore_eos=True))
     monkeypatch.setattr(Tracker, "step", step)
-    config = load(
-        schema.RL,
-        [
-            *(f"model.path={request.getfixturevalue(folder)}", "data.train=[given]", "reward.functions=[given:x]"),
-            *("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=8", "algorithm.kl_coef=0.01"),
-            *("checkpoint.every=0", "track.console=off", "track.tensorboard=false", "track.report=false"),
-            *(f"steps={STEPS}", f"run={tmp_path}/run", "threads=1", "optimizer.lr=1e-4"),
-        ],
-    )
+    words = ("data.train=[given]", "reward.functions=[given:x]", "rollout.prompts=2", "algorithm.kl_coef=0.01")
+    words += ("model.dtype=bfloat16", "checkpoint.every=0", f"steps={STEPS}", "optimizer.lr=1e-4")
+    config = small(request.getfixturevalue(folder), tmp_path, *words)
     rows = [{"prompt": f"What is {i} + {i}, my dear friend? Think about it.", "answer": str(2 * i)} for i in range(9)]
     train(config, given=Given(rewards=[different], train=rows))
     assert len(memory) == STEPS and min(trained) > 320

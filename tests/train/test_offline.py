@@ -40,19 +40,10 @@ def run(
     config = load(
         schema.TRAINING[command],
         [
-            f"model.path={tiny}",
-            "model.dtype=float32",
-            "data.train=[given]",
+            *(f"model.path={tiny}", "model.dtype=float32", "data.train=[given]", "batch_size=4", "optimizer.lr=3e-3"),
             *(["data.validation=[given]"] if held_out else []),
-            "batch_size=4",
-            "optimizer.lr=3e-3",
-            "steps=3",
-            "track.console=off",
-            "track.tensorboard=false",
-            "track.report=false",
-            "threads=1",
-            f"run={folder}/run",
-            *words,
+            *("steps=3", "track.console=off", "track.tensorboard=false", "track.report=false", "threads=1"),
+            *(f"run={folder}/run", *words),
         ],
     )
     handed = Given(train=rows or (TEXTS if command == "sft" else PAIRS), validation=held_out)

@@ -81,20 +81,9 @@ async def talk(base_url):
 def words(model: Path, folder: Path, *more: str) -> list[str]:
     (folder / "worlds.py").write_text(WORLDS)
     return [
-        f"model.path={model}",
-        "model.dtype=bfloat16",
-        "rollout.prompts=2",
-        "rollout.group_size=4",
-        "rollout.max_tokens=8",
-        "optimizer.lr=0.02",
-        "lora.rank=4",
-        "engine.kv_cache_gb=0.02",
-        "checkpoint.every=0",
-        "steps=2",
-        "threads=1",
-        "track.console=off",
-        "track.tensorboard=false",
-        "track.report=false",
+        *(f"model.path={model}", "model.dtype=bfloat16", "rollout.prompts=2", "rollout.group_size=4"),
+        *("rollout.max_tokens=8", "optimizer.lr=0.02", "lora.rank=4", "engine.kv_cache_gb=0.02", "checkpoint.every=0"),
+        *("steps=2", "threads=1", "track.console=off", "track.tensorboard=false", "track.report=false"),
         *more,
     ]
 

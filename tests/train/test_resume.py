@@ -67,25 +67,11 @@ def command(tiny: Path, folder: Path, run: str, *more: str) -> list[str]:
     rows = [{"prompt": f"What is {i} + {i % 3}?", "answer": str(i + i % 3)} for i in range(14)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        "rl",
-        f"model.path={tiny}",
-        f"data.train={folder}/data.jsonl",
-        f"reward.functions={folder}/reward.py:digits",
-        "rollout.prompts=2",
-        "rollout.group_size=3",
-        "rollout.max_tokens=8",
-        "optimizer.lr=1e-3",
-        "optimizer.schedule=cosine",
-        "optimizer.warmup_steps=2",
-        "checkpoint.every=1",
-        "checkpoint.keep_last=0",
-        "steps=8",
-        "data.validation_split=0.2",
-        "validation.every=3",
-        "track.tensorboard=false",
-        "track.console=plain",
-        "threads=1",
-        f"run={folder}/{run}",
+        *("rl", f"model.path={tiny}", f"data.train={folder}/data.jsonl", f"reward.functions={folder}/reward.py:digits"),
+        *("rollout.prompts=2", "rollout.group_size=3", "rollout.max_tokens=8", "optimizer.lr=1e-3"),
+        *("optimizer.schedule=cosine", "optimizer.warmup_steps=2", "checkpoint.every=1", "checkpoint.keep_last=0"),
+        *("steps=8", "data.validation_split=0.2", "validation.every=3", "track.tensorboard=false"),
+        *("track.console=plain", "threads=1", f"run={folder}/{run}"),
         *more,
     ]
 

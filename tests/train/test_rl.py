@@ -14,7 +14,6 @@ import pytest
 from birl import kernels
 from birl.config import schema
 from birl.config.keys import presets
-from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.learner import step_folders
@@ -23,6 +22,7 @@ from birl.named import Given
 from birl.train import build_worker, rl
 from birl.train.command import train
 from tests.tiny import tiny_moe_folder
+from tests.train.trainers import small
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
 
@@ -38,26 +38,7 @@ def sparse(completions: list[str], answer: list[str], **_: Any) -> list[float]:
 
 def run(tiny: Path, folder: Path, *words: str, reward: Any = many_a, rows: int = 12) -> dict[str, Any]:
     data = [{"prompt": f"What is {i} + 2?", "answer": str(i % 2)} for i in range(rows)]
-    config = load(
-        schema.RL,
-        [
-            f"model.path={tiny}",
-            "model.dtype=float32",
-            "data.train=[given]",
-            "reward.functions=[given:reward]",
-            "rollout.prompts=4",
-            "rollout.group_size=4",
-            "rollout.max_tokens=8",
-            "optimizer.lr=3e-3",
-            "steps=2",
-            "track.console=off",
-            "track.tensorboard=false",
-            "track.report=false",
-            "threads=1",
-            f"run={folder}/run",
-            *words,
-        ],
-    )
+    config = small(tiny, folder, "data.train=[given]", "reward.functions=[given:reward]", *words)
     return train(config, given=Given(rewards=[reward], train=data))
 
 
@@ -280,17 +261,7 @@ def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load(
-        schema.RL,
-        [
-            f"model.path={tiny}",
-            "data.train=[given]",
-            "reward.functions=[given:reward]",
-            "rollout.max_tokens=8",
-            f"run={tmp_path}/run",
-            "threads=1",
-        ],
-    )
+    config = small(tiny, tmp_path, "data.train=[given]", "reward.functions=[given:reward]")
     train(config, dry_run=True, given=Given(rewards=[many_a], train=[{"prompt": "hello\nyou", "answer": "1"}]))
     said = capsys.readouterr().out
     assert "First prompt (train, row 1, answer '1'):" in said and "hello\n  you" in said and "GiB" in said

@@ -17,21 +17,9 @@ def record(
     """A line of rollouts.jsonl; with `said` tokens that the model said, else 5."""
     said = more.pop("said", 5)
     found = {
-        "step": step,
-        "group": group,
-        "episode": episode,
-        "task": f"train.jsonl:{group}",
-        "source": "arithmetic",
-        "answer": "7",
-        "outcome": "ok",
-        "detail": "",
-        "reward": 1.0,
-        "score": 1.0,
-        "parts": {"math": 1.0},
-        "advantage": 0.5,
-        "text": text,
-        "turns": [],
-        "rewards": {},
+        **{"step": step, "group": group, "episode": episode, "task": f"train.jsonl:{group}", "source": "arithmetic"},
+        **{"answer": "7", "outcome": "ok", "detail": "", "reward": 1.0, "score": 1.0, "parts": {"math": 1.0}},
+        **{"advantage": 0.5, "text": text, "turns": [], "rewards": {}},
         "samples": [
             {
                 "tokens": [1, 9, 4, *[45] * said],

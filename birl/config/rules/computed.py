@@ -87,12 +87,11 @@ def _policies(c: RL) -> Iterator[str]:
 
 #: of RL, message after engine.weights=int8 -> condition
 REFUSED_INT8: dict[str, Callable[[RL], object]] = {
-    "needs unsharded weights, of one process or with parallel.ddp only; remove other parallel.* keys": (
-        lambda c: max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
+    "needs unsharded weights, of one process or with parallel.ddp only; remove other parallel.* keys": lambda c: (
+        max(c.parallel.fsdp, c.parallel.cp, c.parallel.tp, c.parallel.ep) > 1
     ),
-    "does not support weights that are already quantised by lora.quantize={c.lora.quantize}; set lora.quantize=none": (
-        lambda c: c.lora.quantize != "none"
-    ),
+    "does not support weights that are already quantised by lora.quantize={c.lora.quantize}; set "
+    "lora.quantize=none": lambda c: c.lora.quantize != "none",
     "does not support several policies or a league; remove policies": lambda c: (
         len(c.policies) > 1 or c.league.every > 0
     ),
@@ -100,9 +99,8 @@ REFUSED_INT8: dict[str, Callable[[RL], object]] = {
         c.algorithm.correction == "none" and proximal(c) != "behaviour"
     ),
     "sampled and trained policy differ slightly, and algorithm.surrogate=reinforce has no ratio that corrects it with "
-    "algorithm.proximal=behaviour; set algorithm.proximal=auto": lambda c: (
-        c.algorithm.surrogate == "reinforce" and proximal(c) == "behaviour"
-    ),
+    "algorithm.proximal=behaviour; set "
+    "algorithm.proximal=auto": lambda c: c.algorithm.surrogate == "reinforce" and proximal(c) == "behaviour",
 }
 
 

@@ -77,14 +77,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
         RL | Eval,
         {
             "data.max_prompt_tokens={c.data.max_prompt_tokens}: leaves no room for an answer in "
-            "model.max_length={c.model.max_length}; lower it.": lambda c: (
-                0 < c.model.max_length <= c.data.max_prompt_tokens
-            ),
+            "model.max_length={c.model.max_length}; lower "
+            "it.": lambda c: 0 < c.model.max_length <= c.data.max_prompt_tokens,
             "validation.k is empty: name at least one k, as in validation.k=[1].": lambda c: not c.validation.k,
             "validation.samples={c.validation.samples}: greedy decoding (validation.temperature=0) gives the same "
-            "answer each time; set validation.temperature=1, or validation.samples=1.": lambda c: (
-                c.validation.temperature == 0 and c.validation.samples > 1
-            ),
+            "answer each time; set validation.temperature=1, or "
+            "validation.samples=1.": lambda c: c.validation.temperature == 0 and c.validation.samples > 1,
             "validation.max_tokens={c.validation.max_tokens}: leaves no room for a prompt in "
             "model.max_length={c.model.max_length}.": lambda c: 0 < c.model.max_length <= c.validation.max_tokens,
             "env.kind is empty: name an environment, or single_turn.": lambda c: not c.env.kind,
@@ -116,9 +114,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 and not Path(c.reward.judge_prompt).expanduser().is_file()
             ),
             "sandbox.seconds={c.sandbox.seconds:g}: is longer than the limit of all tests, "
-            "sandbox.total_seconds={c.sandbox.total_seconds:g}; lower the first or raise the second.": lambda c: (
-                "code" in reward_functions(c) and c.sandbox.seconds > c.sandbox.total_seconds
-            ),
+            "sandbox.total_seconds={c.sandbox.total_seconds:g}; lower the first or raise the "
+            "second.": lambda c: "code" in reward_functions(c) and c.sandbox.seconds > c.sandbox.total_seconds,
             "engine.python={c.engine.python}: is not a Python interpreter; name the executable, as in "
             ".venv/bin/python.": lambda c: (
                 c.engine.python and not (Path(c.engine.python).is_file() and os.access(c.engine.python, os.X_OK))
@@ -185,10 +182,9 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "distill.teacher={c.distill.teacher}: must be a model's folder, as servers do not return the distribution "
             "over all tokens.": lambda c: "://" in c.distill.teacher,
-            "distill.teacher={c.distill.teacher}: cannot be combined with parallel.tp={c.parallel.tp}, which "
-            "splits the vocabulary; set parallel.tp=1, and use parallel.fsdp instead.": lambda c: (
-                c.distill.teacher and c.parallel.tp > 1
-            ),
+            "distill.teacher={c.distill.teacher}: cannot be combined with parallel.tp={c.parallel.tp}, which splits "
+            "the vocabulary; set parallel.tp=1, and use parallel.fsdp "
+            "instead.": lambda c: c.distill.teacher and c.parallel.tp > 1,
         },
     ),
     (
@@ -203,9 +199,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "rollout.prompts={c.rollout.prompts} groups cannot be split into more parts than groups; lower it to "
             "{c.rollout.prompts}.": lambda c: c.algorithm.updates_per_batch > c.rollout.prompts,
             "rollout.max_tokens={c.rollout.max_tokens}: leaves no room for a prompt in "
-            "model.max_length={c.model.max_length}; lower it.": lambda c: (
-                0 < c.model.max_length <= c.rollout.max_tokens
-            ),
+            "model.max_length={c.model.max_length}; lower "
+            "it.": lambda c: 0 < c.model.max_length <= c.rollout.max_tokens,
             "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, "
             "top_p, top_k and min_p, so answers must be drawn with them. Leave env.sampling=run; "
             "`birl eval` can use agent.": lambda c: c.env.sampling == "agent" and c.env.kind != "single_turn",
@@ -247,9 +242,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.dynamic_sampling and _alone(c) and not (_relative(c) and c.algorithm.baseline == "none")
             ),
             "optimizer.schedule={c.optimizer.schedule}: needs the number of steps, which with "
-            "algorithm.dynamic_sampling=true does not follow from epochs; set steps.": lambda c: (
-                c.algorithm.dynamic_sampling and c.optimizer.schedule != "constant" and not c.steps
-            ),
+            "algorithm.dynamic_sampling=true does not follow from epochs; set "
+            "steps.": lambda c: c.algorithm.dynamic_sampling and c.optimizer.schedule != "constant" and not c.steps,
             "algorithm.max_refill=0: algorithm.dynamic_sampling=true could not replace any group; set "
             "algorithm.max_refill=4.": lambda c: c.algorithm.dynamic_sampling and c.algorithm.max_refill == 0,
             "algorithm.kl_target: needs the KL in the reward; set algorithm.kl_in=reward, or "
@@ -287,17 +281,14 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             ),
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher does not return the "
             "distribution over all tokens; set algorithm.teacher_top_k=20 (for vLLM at most its --max-logprobs), "
-            "algorithm.teacher_divergence=sampled, or name a model's folder as algorithm.teacher.": lambda c: (
-                _divergence(c) and not c.algorithm.teacher_top_k
-            ),
+            "algorithm.teacher_divergence=sampled, or name a model's folder as "
+            "algorithm.teacher.": lambda c: _divergence(c) and not c.algorithm.teacher_top_k,
             "rollout.temperature={c.rollout.temperature:g}: a served teacher returns log-probs at temperature 1, "
             "which cannot be compared with the policy's at another; set 1, or name a model's folder "
             "as algorithm.teacher.": lambda c: _served(c) and c.rollout.temperature != 1,
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: a served teacher returns tokens of whole "
-            "rows, but "
-            "parallel.cp={c.parallel.cp} splits them; set parallel.cp=1, and use parallel.fsdp instead.": lambda c: (
-                _divergence(c) and c.parallel.cp > 1
-            ),
+            "rows, but parallel.cp={c.parallel.cp} splits them; set parallel.cp=1, and use parallel.fsdp "
+            "instead.": lambda c: _divergence(c) and c.parallel.cp > 1,
             "algorithm.teacher_divergence={c.algorithm.teacher_divergence}: cannot be combined with "
             "parallel.tp={c.parallel.tp}, which splits the vocabulary; set parallel.tp=1, and use parallel.fsdp "
             "instead.": lambda c: c.algorithm.teacher_divergence != "sampled" and teachers_of(c) and c.parallel.tp > 1,
@@ -306,14 +297,12 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.teacher_divergence=sampled.": lambda c: (
                 c.algorithm.observation_coef > 0 and teachers_of(c) and c.algorithm.teacher_divergence != "sampled"
             ),
-            "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn has no observations; "
-            "set algorithm.observation_coef=0, or another env.": lambda c: (
-                c.algorithm.observation_coef > 0 and c.env.kind == "single_turn"
-            ),
-            "algorithm.teacher=self: has the same prompt as the policy, so there is nothing to learn from it; add "
-            "text with algorithm.hint, as in ['A right answer: {{answer}}'].": lambda c: (
-                c.algorithm.teacher == SELF and not c.algorithm.hint
-            ),
+            "algorithm.observation_coef={c.algorithm.observation_coef:g}: env=single_turn has no observations; set "
+            "algorithm.observation_coef=0, or another "
+            "env.": lambda c: c.algorithm.observation_coef > 0 and c.env.kind == "single_turn",
+            "algorithm.teacher=self: has the same prompt as the policy, so there is nothing to learn from it; add text "
+            "with algorithm.hint, as in ['A right answer: "
+            "{{answer}}'].": lambda c: c.algorithm.teacher == SELF and not c.algorithm.hint,
             "algorithm.hint={c.algorithm.hint}: each text needs a column, sibling or feedback in braces, as in "
             "'A right answer: {{answer}}'.": lambda c: not all(re.search(r"\{\w+\}", t) for t in c.algorithm.hint),
             "algorithm.hint: a hint makes the teacher's prompt longer, and parallel.cp={c.parallel.cp} would split it "
@@ -327,9 +316,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
             "one.": lambda c: c.algorithm.mask_truncated and c.rollout.truncated == "drop",
             "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
-            "correct; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate.": lambda c: (
-                c.algorithm.surrogate == "reinforce" and _updates(c) > 1
-            ),
+            "correct; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another "
+            "surrogate.": lambda c: c.algorithm.surrogate == "reinforce" and _updates(c) > 1,
             "algorithm.surrogate={c.algorithm.surrogate}: is not bounded, and "
             "rollout.max_staleness={c.rollout.max_staleness} trains on answers of older weights; set "
             "algorithm.surrogate=clip or another bounded one.": lambda c: (
@@ -353,17 +341,15 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
             "weights.method=checkpoint: restarts servers, which is not possible with engine.attach; "
             "set reload.": lambda c: c.engine.attach and weights_method(c) == "checkpoint",
             "weights.method=nccl: NCCL needs other GPUs than the learner's, but with engine.sleep=true servers of "
-            "{c.engine.kind} share them; set shared.": lambda c: (
-                weights_method(c) == "nccl" and c.engine.sleep and c.engine.kind in ("vllm", "sglang")
-            ),
+            "{c.engine.kind} share them; set "
+            "shared.": lambda c: weights_method(c) == "nccl" and c.engine.sleep and c.engine.kind in ("vllm", "sglang"),
             "weights.method=nccl: SGLang supports it only with tensor parallelism; "
             "engine.pipeline_parallel={c.engine.pipeline_parallel} needs reload or shared.": lambda c: (
                 weights_method(c) == "nccl" and c.engine.kind == "sglang" and c.engine.pipeline_parallel > 1
             ),
             "engine.sleep=true: servers that sleep while the learner trains cannot sample meanwhile, which "
-            "rollout.max_staleness={c.rollout.max_staleness} needs; set only one of them.": lambda c: (
-                c.engine.sleep and c.rollout.max_staleness > 0
-            ),
+            "rollout.max_staleness={c.rollout.max_staleness} needs; set only one of "
+            "them.": lambda c: c.engine.sleep and c.rollout.max_staleness > 0,
             "debug.replay: samples in this process or not at all; set engine.kind=embedded.": lambda c: (
                 c.debug.replay and c.engine.kind != "embedded"
             ),
@@ -378,9 +364,8 @@ CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
                 c.algorithm.router_replay != "none" and c.engine.kind != "embedded"
             ),
             "algorithm.router_replay={c.algorithm.router_replay}: a record holds no routes; "
-            "debug.replay={c.debug.replay} needs router_replay=none.": lambda c: (
-                c.algorithm.router_replay != "none" and c.debug.replay
-            ),
+            "debug.replay={c.debug.replay} needs "
+            "router_replay=none.": lambda c: c.algorithm.router_replay != "none" and c.debug.replay,
             "algorithm.router_replay={c.algorithm.router_replay}: track.record=true could not be replayed, as a "
             "record holds no routes; use one.": lambda c: c.algorithm.router_replay != "none" and c.track.record,
         },

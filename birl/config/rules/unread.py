@@ -109,7 +109,6 @@ UNREAD: Rows = {
     "algorithm.kl_corrected algorithm.kl_target: algorithm.kl_coef=0 turns the KL penalty off; set "
     "algorithm.kl_coef=0.04": lambda c: c.algorithm.kl_coef > 0,
     "algorithm.kl algorithm.kl_in: algorithm.kl_coef=0 turns the KL penalty off; set it": lambda c: (
-        # presets such as ppo may stay without their penalty
         c.algorithm.kl_coef > 0 or (c.algorithm.kl, c.algorithm.kl_in) == ("k1", "reward")
     ),
     **_by("algorithm.kl_in", "algorithm.kl_corrected", "loss"),
