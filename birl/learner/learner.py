@@ -295,8 +295,8 @@ class Learner:
         for tensor in tensors:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-        if not self.ranks.alone and not self.ranks.sharded:
-            sum_gradients(tensors, self.ranks.groups["share"])
+        if self.ranks.grid.ddp > 1:
+            sum_gradients(tensors, self.ranks.groups["ddp"], self.device)
         norm = global_norm(self.masters, self.ranks)
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)

@@ -96,15 +96,15 @@ class Ranks:
     def __init__(
         self, grid: Grid | None = None, mesh: DeviceMesh | None = None, experts: DeviceMesh | None = None
     ) -> None:
-        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients with those of other rows.
-        `experts` [ddp, fsdp x cp / ep, ep]: the same ranks, if experts are spread over some."""
+        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights; those of other rows have copies of them, whose
+        gradients are summed. `experts` [ddp, fsdp x cp / ep, ep]: the same ranks, if experts are spread over some."""
         self.grid = grid = grid or Grid()
         self.mesh, self.experts = mesh, experts
         self.rank = rank = 0 if mesh is None else dist.get_rank()
         self.shares, self.share = grid.ddp * grid.fsdp, rank // (grid.cp * grid.tp)
         self.groups: dict[str, dist.ProcessGroup] = {}
         if mesh is not None:
-            self.groups["tp"] = mesh.get_group("tp")
+            self.groups |= {axis: mesh.get_group(axis) for axis in ("ddp", "tp")}
             whole = torch.arange(grid.size, dtype=torch.int64).view(self.shares, grid.cp, grid.tp)
             for name, groups in (("cp", whole.mT.flatten(0, 1)), ("share", whole.flatten(1).T)):
                 for ranks in groups.tolist():
@@ -128,15 +128,15 @@ class Ranks:
 
     @property
     def sharding(self) -> DeviceMesh:
-        """Mesh of FSDP: [fsdp x cp], or [ddp, fsdp x cp] if there are replicas."""
+        """Mesh of FSDP, [fsdp x cp]. It does not know the replicas: FSDP would sum over them in every micro-batch."""
         assert self.mesh is not None
-        return self.mesh["ddp", "shard"] if self.grid.ddp > 1 else self.mesh["shard"]
+        return self.mesh["shard"]
 
     @property
     def expert_sharding(self) -> DeviceMesh:
-        """Mesh of FSDP for experts, which are spread over ep already: [fsdp x cp / ep], or [ddp, fsdp x cp / ep]."""
+        """Mesh of FSDP for experts, which are spread over ep already: [fsdp x cp / ep]."""
         assert self.experts is not None
-        return self.experts["ddp", "rest"] if self.grid.ddp > 1 else self.experts["rest"]
+        return self.experts["rest"]
 
     def mine(self, work: Sequence[T]) -> Sequence[T]:
         """This rank's share. All ranks must have equally many: a collective waits for all ranks (`pack`'s `parts`)."""
@@ -248,15 +248,16 @@ def global_norm(masters: Any, ranks: Ranks) -> Tensor:
     return total.sqrt().float()
 
 
-def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce gradients (sum) over the group, in place, in buckets."""
+def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    """All-reduce gradients (sum) over the group, in place, in buckets. `device`: of the collectives, if the gradients
+    are in CPU memory (`optimizer.offload`)."""
     grads = [t.grad for t in tensors if t.grad is not None]
     while grads:
         bucket, size = [], 0
         while grads and (not bucket or size + grads[-1].numel() <= BUCKET):
             bucket.append(grads.pop())
             size += bucket[-1].numel()
-        flat = torch.cat([g.reshape(-1) for g in bucket])
+        flat = torch.cat([g.reshape(-1) for g in bucket]).to(device)
         dist.all_reduce(flat, group=group)
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -45,10 +45,9 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> Step
     split = layout.fsdp * layout.cp * layout.tp * layout.pp
     optimizer = OPTIMIZERS[work.optimizer] * shape.parameters / split / cluster.hbm
     copies = 0.0
-    if layout.ddp > 1:  # for each micro-batch if FSDP reduces them, else once
-        times = rounds if layout.fsdp * layout.cp > 1 else 1.0
+    if layout.ddp > 1:  # once, before the optimizer's step
         ring = cluster.bandwidth(layout.ddp, layout.fsdp * layout.cp * layout.tp)
-        copies = times * 2 * (layout.ddp - 1) / layout.ddp * 4 * shape.parameters / split / ring
+        copies = 2 * (layout.ddp - 1) / layout.ddp * 4 * shape.parameters / split / ring
     seconds = rounds * micro + bubble + gather + copies + optimizer
     per_gpu = batch / seconds / layout.size
     return StepTime(

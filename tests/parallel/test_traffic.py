@@ -10,6 +10,7 @@ from benchmarks.traffic import Traffic, least
 from birl.data.pack import pack
 from birl.engine.open import Sampled
 from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Lora
 from birl.models import attention
 from birl.models.load import cast
 from birl.models.shape import Shape
@@ -45,6 +46,30 @@ def test_a_step_sends_little_more_than_it_must(grid: Grid, kind: str) -> None:
         assert bound <= total < 1.06 * bound
         assert by_kind[kind] > 0.3 * total
     assert len({total for total, _, _ in found}) == 1
+
+
+def between_replicas(ranks: Ranks, lora: Lora | None = None) -> list[tuple[int, int, int]]:
+    """Micro-batches of two steps, the bytes that replicas send each other in it, and those of this rank's parts; then
+    the same with LoRA."""
+    model = tiny_model()
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, ranks=ranks, lora=lora)
+    result, samples, own = [], groups(3, count=16), sum(t.nbytes for t in learner.masters.tensors.values())
+    assert ranks.mesh is not None
+    for capacity in (1000, 40):
+        work = pack(samples, [1 / len(samples)] * len(samples), capacity, parts=ranks.shares)
+        with Traffic() as counted:
+            learner.learn([(batch, reinforce) for batch in work], Stats())
+            learner.optim_step(1e-3)
+        result.append((len(work) // ranks.shares, counted.groups[ranks.mesh.get_group("ddp").group_name], own))
+    return result if lora else [*result, *between_replicas(ranks, Lora(rank=4))]
+
+
+def test_gradients_of_replicas_are_summed_once_a_step() -> None:
+    """FSDP, given the axis of the replicas, did it in every micro-batch, and with LoRA for whole weights."""
+    for steps in on_ranks(Grid(ddp=2, fsdp=2), between_replicas):
+        assert all(sent == own for _, sent, own in steps)  # 2 (n - 1) / n of what a rank has
+        assert [count > 1 for count, *_ in steps] == [False, True, False, True]
 
 
 def refreshed(ranks: Ranks) -> tuple[int, int, bool]:

@@ -34,6 +34,14 @@ def test_the_table_of_the_page_is_computed() -> None:
     assert {row.source for row in rows()} == set(sources)
 
 
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 4, "cp": 2}, {"tp": 8}], ids=str)
+def test_replicas_take_no_longer_for_more_micro_batches(axes: dict[str, int]) -> None:
+    """Their gradients are summed once a step, whatever else is split."""
+    layout, shape, cluster = Layout(ddp=2, **axes), KNOWN["llama3-8b"], cluster_of("h100", 16)
+    one, four = (step(shape, cluster, layout, replace(WORK, batch=n * 8192 * layout.shares)) for n in (1, 4))
+    assert one.exposed["ddp"] == four.exposed["ddp"] > 0
+
+
 @pytest.mark.parametrize("gpu", ["a100-80", "h100"])
 def test_the_one_constant_is_a_median(gpu: str) -> None:
     """Of all dense rows of that hardware, rounded to 0.05; no row moves it by itself."""
