@@ -52,8 +52,10 @@ class Communicator:
 
 
 def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card that is not there: what vLLM's `PyNcclCommunicator` does, and one byte for each byte."""
+    """On a card that is not there: what vLLM's `PyNcclCommunicator` does, and one byte for each byte. On a stream of
+    its own: the learner's waited for engines, and would have forever for one that is lost in the first all-reduce."""
     seen: list[tuple[Any, ...]] = []
+    waited, recorded = list[Any](), list[Any]()
 
     class Library:
         def __getattr__(self, name: str) -> Any:
@@ -65,17 +67,20 @@ def test_what_nccl_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
         def ncclGetLastError(self, comm: None) -> bytes:
             return b"socket of rank 1 is closed"
 
-    stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+    learners = SimpleNamespace(cuda_stream=0)  # has no `synchronize`
+    own = SimpleNamespace(cuda_stream=7, synchronize=lambda: None, wait_stream=waited.append)
     monkeypatch.setattr(vllm, "library", Library)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda on: None, query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: learners)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append, query=lambda: True))
     assert len(UNIQUE_ID()) == 128
     group, flat = NCCL(bytes(range(128)), 3, torch.device("cpu")), torch.zeros(12, dtype=torch.uint8)
     assert bytes(seen[1][3]) == bytes(range(128)) and seen[1][2] == 3 and seen[1][4] == 0
     assert seen[2][0] == "ncclAllReduce" and seen[2][3:6] == (1, vllm.FLOAT32, vllm.SUM) and seen[2][-1] == 7
     assert group.broadcast(flat, 0).is_completed()
     assert seen[3] == ("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), 12, vllm.UINT8, 0, group.comm, 7)
+    assert waited == [learners, learners] and recorded == [own]
     group.comm.value = 1
     with pytest.raises(RuntimeError, match=r"ncclCommAbort: remote process exited\n.*\nsocket of rank 1 is closed"):
         group.abort()

@@ -130,22 +130,26 @@ def unique_id() -> bytes:
 
 class Communicator:
     """Rank 0 of `size`; returns when all ranks have joined and run one all-reduce, as vLLM's do first. `broadcast` and
-    `abort` are those of torch's process groups."""
+    `abort` are those of torch's process groups. It has a stream of its own, or the learner's kernels would wait for
+    engines, and forever for one that is lost here."""
 
     def __init__(self, identity: bytes, size: int, device: torch.device) -> None:
         self.device, self.comm = device, P()
         torch.cuda.set_device(device)
+        self.stream = torch.cuda.Stream(device)
         call("ncclCommInitRank", ctypes.byref(self.comm), size, UniqueId.from_buffer_copy(identity), 0)
         one = torch.zeros(1, device=device, dtype=torch.float32)
-        call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self.comm, self.stream())
-        torch.cuda.current_stream(device).synchronize()
+        call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self.comm, self.after())
+        self.stream.synchronize()
 
-    def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    def after(self) -> int:
+        """The stream, behind what the current one computes."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self.stream.cuda_stream
 
     def broadcast(self, flat: Tensor, root: int) -> "Sending":
         """Broadcast `flat`: uint8 [n], contiguous; it must be kept until that is completed."""
-        call("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), flat.numel(), UINT8, root, self.comm, self.stream())
+        call("ncclBroadcast", flat.data_ptr(), flat.data_ptr(), flat.numel(), UINT8, root, self.comm, self.after())
         return Sending(self)
 
     def abort(self) -> None:
@@ -162,7 +166,7 @@ class Communicator:
 class Sending:
     def __init__(self, group: Communicator) -> None:
         self._group, self._event = group, torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(group.device))
+        self._event.record(group.stream)
 
     def is_completed(self) -> bool:
         """Whether the broadcast is done. Raises `RuntimeError` if another rank is lost, as far as NCCL notices."""
