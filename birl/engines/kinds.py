@@ -16,7 +16,7 @@ from birl.config.keys import documentation
 from birl.engines import custom
 from birl.engines.wire import Remote
 from birl.errors import BirlError
-from birl.models.device import choose, visible
+from birl.models.device import choose, limits, visible
 from birl.named import module
 from birl.process import Process, answers
 from birl.text.pictures import Pictures
@@ -149,7 +149,7 @@ def child(
         command,
         log=wanted.logs / f"engine-{number}.log",
         ready=answers(remote.info),
-        env={**env, **dict.fromkeys(PLACE), **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})},
+        env={**env, **dict.fromkeys(PLACE), **(dict.fromkeys(limits(), ",".join(gpus)) if gpus else {})},
         start_timeout=engine.start_timeout,
         max_restarts=engine.restarts,
     )
@@ -182,6 +182,7 @@ def shares(engine: schema.Engine, device: str, learner: int) -> list[tuple[str, 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as in CUDA_VISIBLE_DEVICES: by index or by UUID."""
-    given, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    given = next((os.environ[name] for name in limits() if name in os.environ), None)
+    count = torch.cuda.device_count()
     names = map(str, range(count)) if given is None else map(str.strip, given.split(","))
     return list(names)[:count]

@@ -105,9 +105,10 @@ class Supervisor:
 
     def child(self, role: str, index: int) -> Child:
         own = self.plan.learner if role == "learner" else self.plan.engine
-        env = {}
+        env: dict[str, str] = {}
         if devices := self.plan.of(role, index):
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            names = {"CUDA_VISIBLE_DEVICES", *({"HIP_VISIBLE_DEVICES"} & os.environ.keys())}  # of which HIP's counts
+            env |= dict.fromkeys(names, ",".join(devices))
         if role == "learner" and self.plan.threads:
             env["OMP_NUM_THREADS"] = str(self.plan.threads)
         return Child(role, index, own, self.plan.folder / f"{role}-{index}.log", env)

@@ -86,10 +86,14 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def limits() -> list[str]:
+    """Environment variables that limit the GPUs of a process; the first that is set counts. ROCm has two."""
+    return [*(["HIP_VISIBLE_DEVICES"] if torch.version.hip else []), "CUDA_VISIBLE_DEVICES"]
+
+
 def visible() -> str:
     """For error messages: the setting that limits the GPUs of this process."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if given is None else f" (CUDA_VISIBLE_DEVICES={given})"
+    return next((f" ({name}={os.environ[name]})" for name in limits() if name in os.environ), "")
 
 
 def gpu(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import Handle, changed, find
 from birl.launch.plan import LOCK, LaunchPlan, supervised
-from birl.launch.supervisor import latest
+from birl.launch.supervisor import Supervisor, latest
 from birl.rollout.ledger import audit
 from tests.full_disk import full_disk
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
@@ -170,6 +170,9 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     found = plan("launch.gpus=1", "engine.count=2")
     assert [found.of("learner", 0), found.of("engine", 0), found.of("engine", 1)] == [["4"], ["6"], ["7"]]
     assert found.most_engines() == 2
+    for variables in (["CUDA_VISIBLE_DEVICES"], ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]):  # ROCm's counts there
+        monkeypatch.setenv(variables[-1], "4,6,7")
+        assert Supervisor(found).engines[1].env == dict.fromkeys(variables, "7")
     shared = plan("launch.gpus=0.5", "engine.count=4")
     assert [shared.of("engine", i) for i in range(4)] == [["6"], ["6"], ["7"], ["7"]] and shared.of("learner", 0) == [
         "4"

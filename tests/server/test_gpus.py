@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.rendezvous import _torchelastic_use_agent_store
 
 from birl.config import schema
@@ -49,6 +50,23 @@ def test_servers_have_gpus_behind_the_learners(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert shares(schema.Engine(kind="vllm", **keys), "auto", learner) == expected  # type: ignore[arg-type]
+
+
+def test_of_rocms_two_settings_hips_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server that was given the other one only would see, and take, the learner's first GPU; vLLM would not start."""
+    cards(monkeypatch, 3)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,6,7")
+    engine = schema.Engine(kind="vllm", count=2, python=sys.executable)
+    assert shares(engine, "auto", 1) == [("6",), ("7",)]
+    with pytest.raises(BirlError, match=r"this machine shows 3 \(HIP_VISIBLE_DEVICES=4,6,7\)"):
+        shares(replace(engine, count=3), "auto", 1)
+    limits = {"context": 64, "longest": 64, "kv_cache_gb": 0.01, "end_ids": frozenset({2})}
+    wanted = engines.Wanted(folder=Path("model"), dtype="float32", device="auto", logs=tmp_path, **limits)  # type: ignore[arg-type]
+    remote = engines.speak(engine, wanted, "http://127.0.0.1:5555", "")
+    env = engines.child(engine, wanted, remote, 5555, "", 0, ("6",)).env
+    assert {env[name] for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")} == {"6"}
 
 
 def test_a_learner_on_a_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
