@@ -32,7 +32,8 @@ class Batch:
 
     tokens, positions [T]; trees: of the row, in order;
     copies [T] float32: number of samples that share each packed token; 0 for a dummy token;
-    source [U]: packed token whose hidden state predicts; targets [U]: predicted id;
+    source [U]: packed token whose hidden state predicts; host: the same in CPU memory, if this is on a GPU;
+    targets [U]: predicted id;
     entry [N]: index of a trained token's prediction among the U;
     logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
     versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: current values of
@@ -82,13 +83,15 @@ class Batch:
     likely_logprobs: Tensor | None = None
     policy: str = ""
     teacher: str = ""
+    host: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
-        given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs")]
+        given = [f.name for f in fields(self) if f.name not in ("predicted", "divergence", "observed_logprobs", "host")]
         tensors = [name for name in given if isinstance(getattr(self, name), Tensor)]
         moved = {name: upload(getattr(self, name), device) for name in tensors}
         support, told = self.support and self.support.to(device), self.hinted and self.hinted.to(device)
-        return replace(self, **moved, support=support, hinted=told)
+        host = self.source if self.host is None else self.host
+        return replace(self, **moved, support=support, hinted=told, host=host)
 
 
 def pack(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def uploaded(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return upload(torch.tensor(values, dtype=dtype), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +40,13 @@ class SupportRows:
         return replace(self, counts=upload(self.counts, device), ids=upload(self.ids, device))
 
     def rows(self, chosen: Tensor) -> "SupportRows":
-        """Supports of the predictions `chosen` [C], in this order. Waits for the device."""
-        counts, device = self.counts[chosen], self.ids.device
+        """Supports of the predictions `chosen` [C], on the CPU, in this order."""
+        begin, device = torch.tensor(self.starts, dtype=torch.int64), self.ids.device
+        counts = begin.diff()[chosen]
         ends = counts.cumsum(0)
-        first = (self.counts.cumsum(0) - self.counts)[chosen] - (ends - counts)
         starts = (0, *ends.tolist())
-        place = torch.repeat_interleave(first, counts, output_size=starts[-1])
-        return SupportRows(counts, self.ids[place + torch.arange(starts[-1], device=device)], starts)
+        place = torch.repeat_interleave(begin[chosen] - (ends - counts), counts) + torch.arange(starts[-1])
+        return SupportRows(upload(counts, device), self.ids[upload(place, device)], starts)
 
     def outside(self, rows: slice, first: int, vocab: int) -> Tensor:
         """Mask [rows, tokens] bool of the tokens from `first` on that are outside a prediction's support."""

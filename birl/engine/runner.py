@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from birl import kernels
+from birl.data.support import uploaded
 from birl.engine.graphs import Burst, Graphs, begin_states
 from birl.engine.looks import Looks
 from birl.engine.pages import Pages, sharing
@@ -51,7 +52,7 @@ class Runner:
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
-        tokens = torch.tensor([t for w in plan for t in (*w.tokens, *w.drafts)], device=device, dtype=torch.int64)
+        tokens = uploaded([t for w in plan for t in (*w.tokens, *w.drafts)], torch.int64, device)
         lengths = [w.start + i + 1 for w, n in zip(plan, counts, strict=True) for i in range(n)]
         if device.type == "cpu":
             tables = [w.request.pages for w, n in zip(plan, counts, strict=True) for _ in range(n)]
@@ -64,7 +65,7 @@ class Runner:
         groups = row_groups([w.request.adapter for w, n in zip(plan, counts, strict=True) for _ in range(n)])
         routed = nullcontext({}) if self.routing is None else self.routing.watching()
         with routed as seen, adapted(self.model, groups) if groups else nullcontext():
-            positions = torch.tensor(lengths, device=device, dtype=torch.int64) - 1
+            positions = uploaded(lengths, torch.int64, device) - 1
             tokens, positions, pictures = self.looks.row(plan, tokens, positions)
             hidden = hidden_states(self.model, tokens, positions, layout, pictures)
         if self.routing is not None:
@@ -80,7 +81,7 @@ class Runner:
         self.cache.copy_pages(copies)
         self.cache.states.copy([(w.request.place, follower.place) for w in plan for follower in w.followers])
         if rows != list(range(len(hidden))):
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
+            hidden = hidden[uploaded(rows, torch.int64, device)]
         return hidden
 
     def sample(self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:

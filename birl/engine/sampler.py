@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from birl.data.support import upload, uploaded
 from birl.engine.truncation import kept, launch_sample, limits_of, restrict, room_of
 from birl.kernels import Kernels
 from birl.models.fused import on_gpu
@@ -34,10 +35,10 @@ def sample(
     has none.
     """
     numbers = ([p.temperature for p in params], uniforms)
-    temperatures, points = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in numbers)
+    temperatures, points = (uploaded(x, torch.float32, logits.device) for x in numbers)
     limits, room = limits_of(params), min(room_of(params), logits.shape[1])
     if kernels is None:
-        limits = None if limits is None else limits.to(logits.device)
+        limits = None if limits is None else upload(limits, logits.device)
         return draw(logits, temperatures, points, limits, room)
     if limits is not None:
         rows = [row for row, p in enumerate(params) if not p.plain]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from birl import kernels
+from birl.data.support import uploaded
 from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.kernels.tensors import PAGE
@@ -105,7 +106,7 @@ class Cache:
         """Copy pages by (from, to) pairs; no page is both."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, dtype=torch.int64).to(self.keys[0].device).unbind(1)
+        sources, targets = uploaded(pairs, torch.int64, self.keys[0].device).unbind(1)
         for layer in (*self.keys, *self.values):
             layer.index_copy_(0, targets, layer.index_select(0, sources))
 
@@ -150,11 +151,11 @@ class Paged:
         """`of` without groups, which only the CPU kernels use: tables[i] is that of counts[i] consecutive rows."""
         device = cache.keys[0].device
         width = max(map(len, tables))
-        table = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int32).to(device)
-        sequence = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], dtype=torch.int64).to(device)
+        table = uploaded([[*t, *[0] * (width - len(t))] for t in tables], torch.int32, device)
+        sequence = uploaded([i for i, n in enumerate(counts) for _ in range(n)], torch.int64, device)
         firsts = [0, *accumulate(counts)][:-1]
         spans = [(row, n, lengths[row] - 1) for row, n in zip(firsts, counts, strict=True)]
-        given = torch.tensor(lengths, dtype=torch.int32).to(device)
+        given = uploaded(lengths, torch.int32, device)
         return cls.plain(cache, table[sequence], given, paged_triton.Rows(spans))
 
     @classmethod

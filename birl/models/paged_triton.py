@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.data.support import uploaded
 from birl.errors import BirlError
 from birl.kernels.tensors import PAGE
 from birl.models import varlen
@@ -79,7 +80,7 @@ class Rows:
             self.made["fresh"] = None
             spans = [range(row, row + n) for row, n, start in self.spans or () if n > 1 and not start]
             if spans:
-                rows = torch.tensor([i for span in spans for i in span], dtype=torch.int64).to(device)
+                rows = uploaded([i for span in spans for i in span], torch.int64, device)
                 cut = varlen.cut([(len(span), [span]) for span in spans], device, gathered=False)
                 self.made["fresh"] = (rows, cut)
         return self.made["fresh"]
@@ -87,7 +88,7 @@ class Rows:
     def _tiles(self, key: Any, pieces: Iterable[tuple[int, int]], device: torch.device) -> Tensor | None:
         if key not in self.made:
             listed = [*pieces]
-            self.made[key] = torch.tensor(listed, dtype=torch.int32).to(device) if listed else None
+            self.made[key] = uploaded(listed, torch.int32, device) if listed else None
         return self.made[key]
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
+from birl.data.support import uploaded
 from birl.data.trees import Node, Tree, nodes
 from birl.errors import BirlError
 
@@ -297,6 +298,13 @@ class Stretch:
     begun: bool
 
 
+def of(places: list[int], tensor: Tensor) -> slice | Tensor:
+    """Index of these places, without a wait for the tensor's device: a list is copied there and waited for."""
+    if len(places) == 1:
+        return slice(places[0], places[0] + 1)
+    return uploaded(places, torch.int64, tensor.device)
+
+
 @dataclass(slots=True)
 class States:
     """The states of running sequences: tensors [sequences, ...] for each layer, made on the first write."""
@@ -321,9 +329,9 @@ class States:
         if single:
             firsts, places = [s.first for s in single], [s.place for s in single]
             state = self.read(layer, places)
-            part = step(rows[0, firsts][:, None], state)[:, 0]
+            part = step(rows[0, of(firsts, rows)][:, None], state)[:, 0]
             out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
-            out[0, firsts] = part
+            out[0, of(firsts, rows)] = part
             self.write(layer, places, state)
         return torch.empty_like(rows) if out is None else out
 
@@ -338,21 +346,19 @@ class States:
         return out[None]
 
     def read(self, layer: int, places: list[int]) -> State:
-        return State(**{name: kept[places] for name, kept in self.layers[layer].items()})
+        return State(**{name: kept[of(places, kept)].clone() for name, kept in self.layers[layer].items()})
 
     def write(self, layer: int, places: list[int], state: State) -> None:
         kept = self.layers.setdefault(layer, {})
         for name, new in state.tensors.items():
             if name not in kept:
                 kept[name] = new.new_zeros(self.sequences, *new.shape[1:])
-            kept[name][places] = new
+            kept[name][of(places, new)] = new
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states by (from, to) pairs; none is both."""
-        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
-        for kept in self.layers.values():
-            for tensor in kept.values():
-                tensor[targets] = tensor[sources]
+        for tensor in (t for kept in self.layers.values() for t in kept.values() if pairs):
+            tensor[of([b for _, b in pairs], tensor)] = tensor[of([a for a, _ in pairs], tensor)]
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
-from birl.data.support import SupportRows
+from birl.data.support import SupportRows, upload
 from birl.data.trees import Tree, ways
 from birl.errors import BirlError
 from birl.models import varlen
@@ -146,7 +146,8 @@ class ContextShard:
 
 
 def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
-    """Return this rank's shard of a micro-batch, whose size is a multiple of n tokens. `seen`: of the whole row."""
+    """Return this rank's shard of a micro-batch, whose size is a multiple of n tokens. `seen`: of the whole row. Its
+    indices are computed on the host, which would have to wait for a GPU's."""
     n, device, count = ranks.grid.cp, batch.tokens.device, len(batch.tokens)
     ahead = None if seen is None else seen.mutual
     if n == 1:
@@ -157,27 +158,27 @@ def split(batch: Batch, ranks: Ranks, seen: Seen | None = None) -> ContextShard:
     group = ranks.groups["cp"]
     rank, row = dist.get_rank(group), Packed(batch.trees, device, mutual=ahead)
     if ranks.grid.context == "ulysses":
-        tokens = place = torch.arange(count, device=device)
+        tokens = place = torch.arange(count)
         layout: Layout = Swapped(group, row)
     else:
         shares = zigzag(batch.trees, n)
-        dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
-        tokens, place = dealt.to(device), dealt.argsort().to(device)
-        layout = Gathered(group, row, shares[rank], place)
-    mine = tokens.view(n, -1)[rank]  # place [T]: index of each token of the row among `tokens`
-    source = place[batch.source]
+        tokens = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
+        place = tokens.argsort()
+        layout = Gathered(group, row, shares[rank], upload(place, device))
+    mine = upload(tokens.view(n, -1)[rank], device)  # place [T]: index of each token of the row among `tokens`
+    source = place[batch.source if batch.host is None else batch.host]
     own = source // len(mine)
-    order, counts = own.argsort(stable=True), tuple((own[:, None] == torch.arange(n, device=device)).sum(0).tolist())
+    order, counts = own.argsort(stable=True), tuple((own[:, None] == torch.arange(n)).sum(0).tolist())
     chosen = order.split(list(counts))[rank]
     return ContextShard(
         tokens=batch.tokens[mine],
         positions=batch.positions[..., mine],
         layout=layout,
-        source=source[chosen] - rank * len(mine),
-        targets=batch.targets[chosen],
+        source=upload(source[chosen] - rank * len(mine), device),
+        targets=batch.targets[upload(chosen, device)],
         support=batch.support and batch.support.rows(chosen),
         seen=embedded(seen, mine, count, ranks),
-        order=order,
+        order=upload(order, device),
         counts=counts,
         group=group,
     )

@@ -3,6 +3,7 @@ sends there is waited for. A wait within a step leaves the card without work unt
 
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -20,13 +21,20 @@ from birl.config import schema
 from birl.config.keys import presets
 from birl.config.load import load
 from birl.data.pack import Batch, pack
+from birl.engine.engine import EmbeddedEngine
 from birl.learner import learner as learning
 from birl.learner.learner import Learner, Stats
+from birl.learner.outputs import padded
+from birl.parallel.context import split
+from birl.parallel.ranks import Grid
 from birl.train.build_worker import objective_of
 from birl.train.objective import LossInputs, surrogate_of
-from tests.data.test_pack import groups
+from tests.data.test_pack import drawn, groups
 from tests.families import FAMILIES, family
 from tests.gpu.card import CUDA, card
+from tests.gpu.test_ranks_memory import first_of
+from tests.gpu.test_refill import request
+from tests.gpu.test_states import made
 from tests.parallel.test_learner import reinforce
 
 META = torch.device("meta")  # PyTorch's engine of gradients asks for the streams of a card, and this has none
@@ -137,6 +145,44 @@ def test_a_micro_batch_is_sent_without_a_wait(kind: str, monkeypatch: pytest.Mon
             for batch in work:
                 learner.measure(batch, reinforce, stats)
         assert not waits.places, waits.places
+
+
+@pytest.mark.parametrize("form", ["gather", "ulysses"])
+def test_a_ranks_tokens_of_a_row_are_chosen_without_a_wait(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context parallelism on a device whose tensors have no values to read."""
+    samples = drawn(groups(3), 3)
+    batch = padded(pack(samples, [1.0] * len(samples), 400)[0], 2)
+    with first_of(Grid(cp=2, context=form), monkeypatch, "cpu") as ranks:
+        wanted, there = split(batch, ranks), split(batch.to(META), ranks)
+    assert wanted.support is not None and there.support is not None
+    assert there.counts == wanted.counts and there.support.starts == wanted.support.starts
+    assert 0 < wanted.counts[0] < len(batch.targets)
+    for name in ("tokens", "positions", "source", "targets", "order"):
+        assert getattr(there, name).is_meta and getattr(there, name).shape == getattr(wanted, name).shape
+    assert there.support.ids.is_meta and there.support.ids.shape == wanted.support.ids.shape
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2"])
+def test_an_engines_step_waits_for_its_tokens_only(
+    kind: str, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, then parts of longer ones and next tokens without graphs: what is sent is not waited for. It was in
+    every transfer, with states in each of their layers."""
+    with a_card(monkeypatch, CUDA) as waits:
+        model = family(kind, torch.bfloat16, "cuda") if kind in FAMILIES else made(kind)
+        engine = EmbeddedEngine(
+            model, cast(Any, None), end_ids=frozenset(), context=4096, compute=compute, version=lambda: 0, max_batch=4,
+            kv_cache_gb=0.1,
+        )  # fmt: skip
+        engine.runner.eager = "no graphs here"
+        for length in (40, 50, 3000):
+            engine.scheduler.add(request(length, 9, first=5))
+        with engine.runner.steady(0, engine.scheduler.pages):
+            for _ in range(4):
+                waits.places.clear()
+                with waits:
+                    engine.steps.step()
+                assert len(waits.places) <= 2 and all("tolist in" in place for place in waits.places), waits.places
 
 
 def test_an_optimizer_step_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
