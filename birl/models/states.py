@@ -298,13 +298,6 @@ class Stretch:
     begun: bool
 
 
-def of(places: list[int], tensor: Tensor) -> slice | Tensor:
-    """Index of these places, without a wait for the tensor's device: a list is copied there and waited for."""
-    if len(places) == 1:
-        return slice(places[0], places[0] + 1)
-    return uploaded(places, torch.int64, tensor.device)
-
-
 @dataclass(slots=True)
 class States:
     """The states of running sequences: tensors [sequences, ...] for each layer, made on the first write."""
@@ -327,11 +320,11 @@ class States:
             out[:, s.first : s.first + s.count] = part
             self.write(layer, [s.place], state)
         if single:
-            firsts, places = [s.first for s in single], [s.place for s in single]
-            state = self.read(layer, places)
-            part = step(rows[0, of(firsts, rows)][:, None], state)[:, 0]
+            places = [s.place for s in single]
+            firsts, state = uploaded([s.first for s in single], torch.int64, rows.device), self.read(layer, places)
+            part = step(rows[0, firsts][:, None], state)[:, 0]
             out = rows.new_empty(*rows.shape[:2], part.shape[-1]) if out is None else out
-            out[0, of(firsts, rows)] = part
+            out[0, firsts] = part
             self.write(layer, places, state)
         return torch.empty_like(rows) if out is None else out
 
@@ -346,19 +339,21 @@ class States:
         return out[None]
 
     def read(self, layer: int, places: list[int]) -> State:
-        return State(**{name: kept[of(places, kept)].clone() for name, kept in self.layers[layer].items()})
+        kept = self.layers[layer]
+        return State(**{name: t[uploaded(places, torch.int64, t.device)] for name, t in kept.items()})
 
     def write(self, layer: int, places: list[int], state: State) -> None:
         kept = self.layers.setdefault(layer, {})
         for name, new in state.tensors.items():
             if name not in kept:
                 kept[name] = new.new_zeros(self.sequences, *new.shape[1:])
-            kept[name][of(places, new)] = new
+            kept[name][uploaded(places, torch.int64, new.device)] = new
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states by (from, to) pairs; none is both."""
         for tensor in (t for kept in self.layers.values() for t in kept.values() if pairs):
-            tensor[of([b for _, b in pairs], tensor)] = tensor[of([a for a, _ in pairs], tensor)]
+            sources, targets = uploaded(pairs, torch.int64, tensor.device).unbind(1)
+            tensor[targets] = tensor[sources]
 
     @property
     def nbytes(self) -> int:

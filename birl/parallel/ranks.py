@@ -107,10 +107,7 @@ class Ranks:
             self.groups |= {axis: mesh.get_group(axis) for axis in ("ddp", "tp")}
             whole = torch.arange(grid.size, dtype=torch.int64).view(self.shares, grid.cp, grid.tp)
             for name, groups in (("cp", whole.mT.flatten(0, 1)), ("share", whole.flatten(1).T)):
-                for ranks in groups.tolist():
-                    made = dist.new_group(ranks)  # every rank creates all groups
-                    if rank in ranks:
-                        self.groups[name] = made  # pyright: ignore[reportArgumentType]
+                self.groups[name] = dist.new_subgroups_by_enumeration(groups.tolist())[0]  # pyright: ignore
 
     @property
     def alone(self) -> bool:
@@ -131,12 +128,6 @@ class Ranks:
         """Mesh of FSDP, [fsdp x cp]. It does not know the replicas: FSDP would sum over them in every micro-batch."""
         assert self.mesh is not None
         return self.mesh["shard"]
-
-    @property
-    def expert_sharding(self) -> DeviceMesh:
-        """Mesh of FSDP for experts, which are spread over ep already: [fsdp x cp / ep]."""
-        assert self.experts is not None
-        return self.experts["rest"]
 
     def mine(self, work: Sequence[T]) -> Sequence[T]:
         """This rank's share. All ranks must have equally many: a collective waits for all ranks (`pack`'s `parts`)."""

@@ -102,8 +102,8 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
             unit.set_custom_reduce_scatter(comm)
 
     for unit in spread(model, ranks) if ranks.grid.ep > 1 else ():
-        # the first dimension is split over ep
-        wrap(unit, ranks.expert_sharding, reshard_after_forward=True, shard_placement_fn=lambda _: Shard(1))
+        rest: Any = ranks.experts  # the first dimension is split over ep
+        wrap(unit, rest["rest"], reshard_after_forward=True, shard_placement_fn=lambda _: Shard(1))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore
     if head.weight is not embedding.weight:
         wrap(embedding, ranks.sharding, reshard_after_forward=True)
