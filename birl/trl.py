@@ -4,7 +4,7 @@
 import math
 import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -228,9 +228,8 @@ def _steps(names: Names, schema: type) -> dict[str, Any]:
             answers, group = names.get("generation_batch_size") or each * per, names.get("num_generations", 8)
             if answers % group:
                 raise BirlError(
-                    f"A batch of {answers} answers ({BATCH[0]}={each} x {per}) is no multiple of "
-                    f"num_generations={group}; "
-                    "birl counts prompts: rollout.prompts."
+                    f"A batch of {answers} answers ({BATCH[0]} x {BATCH[1]}, or {BATCH[2]}) is no multiple of "
+                    f"num_generations={group}; birl counts prompts: rollout.prompts."
                 )
             result["rollout.prompts"] = answers // group
             if per % waits == 0 and per // waits > 1:
@@ -303,7 +302,9 @@ def _loss(names: Names) -> dict[str, Any]:
         if not isinstance(loss, str) or loss not in LOSS_TYPES:
             raise BirlError(f"loss_type={loss!r}: choose one of {', '.join(LOSS_TYPES)}.")
         result |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
-    if names.get("importance_sampling_level") == "sequence":
+    if (level := names.get("importance_sampling_level", "token")) not in ("token", "sequence"):
+        raise BirlError(f"importance_sampling_level={level!r}: choose token or sequence.")
+    if level == "sequence":
         result["algorithm.surrogate"] = "gspo"
     own = loss in ("cispo", "sapo", "gspo")  # their clips are of another kind
     low = names.get("epsilon") if not own or names.meant("epsilon") else None
@@ -334,7 +335,8 @@ def _preference(names: Names) -> dict[str, Any]:
     """Keys of the loss of DPO. TRL sums several losses; here only `sft` can be added to another."""
     losses = names.get("loss_type", [])
     losses = [losses] if isinstance(losses, str) else list(losses)
-    weights = dict(zip(losses, names.get("loss_weights") or [1.0] * len(losses), strict=False))
+    given = names.get("loss_weights") or [1.0] * len(losses)
+    weights = dict(zip(losses, given if isinstance(given, Sequence) else [given], strict=False))
     beside, one = weights.pop("sft", 0.0), next(iter(weights), "")
     key, loss = _taken("loss_type", one, DPO, "DPO") if one else ("", "")
     if len(weights) > 1 or (one and not key):

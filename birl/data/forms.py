@@ -34,8 +34,9 @@ def text_form(rows: Rows, config: schema.Texts) -> "TextForm":
     learned = config.answer_column or rows.has("text")
     other = for_another(rows, "sft", "rl")
     if other and not learned and (response is None or isinstance(pick(rows[0], "label"), bool)):
-        key = "data.answer_column=chosen" if response is None else f"data.answer_column={response}"
-        raise BirlError(f"{rows.name}: {existing(rows)}{other} To learn one answer of each row here: {key}.")
+        key = response or "chosen"
+        learn = f" To learn one answer of each row here: data.answer_column={key}." if rows.has(key) else ""
+        raise BirlError(f"{rows.name}: {existing(rows)}{other}{learn}")
     if prompt is None and not rows.has("text"):
         raise BirlError(
             f"{rows.name} has no column {', '.join(PROMPTS)} and no `text`. {existing(rows)} Set "

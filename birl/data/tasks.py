@@ -311,6 +311,8 @@ def for_another(rows: Rows, *commands: str) -> str:
         form, result = "Answers with a label", ("dpo preference.loss=kto",)
     elif "text" in names or answered:
         form, result = "Texts and answers to learn", ("sft",)
+    elif "messages" in names:
+        form, result = "Conversations", ("sft", "rl")
     elif any(rows.has(name) for name in PROMPTS):
         form, result = "Prompts alone", ("rl",)
     else:

@@ -86,6 +86,8 @@ KTO_ROW = {"prompt": "Hi", "completion": "x", "label": False}
         ("dpo", {"prompt": "Hi", "completion": "x"}, "`birl sft`"),
         ("dpo", {"text": "Hi"}, "`birl sft`"),
         ("dpo", {"prompt": "Hi"}, "`birl rl`"),
+        ("dpo", {"messages": TALK}, "Conversations are for `birl sft` and `birl rl`"),
+        ("sft", {"prompt": "Hi", "completions": ["x"], "labels": [True]}, r"steps are not supported\.$"),
         ("rm", KTO_ROW, r"`birl dpo preference\.loss=kto`"),
         ("rl", {"text": "Hi"}, "`birl sft`"),
         ("rl", PAIR_FORMS["conversations"], "`birl dpo` and `birl rm`"),

@@ -69,6 +69,15 @@ def test_a_wrong_call_of_a_command_is_refused(call: Callable[[], Any], message: 
         call()
 
 
+def test_a_loss_on_the_completion_alone_is_the_default_and_an_end_token_is_the_models() -> None:
+    rows = [{"prompt": "a", "completion": "b"}]
+    keys = birl.SFTTrainer("x", rows, completion_only_loss=True, local_rank=-1).config
+    assert keys.data.train_on == birl.SFTTrainer("x", rows, args={"assistant_only_loss": True}).config.data.train_on
+    assert keys.data.train_on == ["assistant"]
+    with pytest.raises(BirlError, match="eos_token='<e>' is not taken.*that of the model's tokenizer"):
+        birl.SFTTrainer("x", rows, eos_token="<e>")
+
+
 def test_losses_of_dpo_that_trl_adds_up() -> None:
     rows = [{"prompt": "Hi", "chosen": "Hello", "rejected": "No"}]
     both = birl.DPOTrainer("x", rows, loss_type=["sigmoid", "sft"], loss_weights=[2.0, 1.0]).config.preference
