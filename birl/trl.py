@@ -142,7 +142,7 @@ def keys_of(
     if prefix == "GRPO":
         result |= _loss(names) | _engine(names)
         done |= {"loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level"}
-        done |= {"use_vllm", "top_p", "top_k", "min_p", "num_iterations", "max_tool_calling_iterations"}
+        done |= {"use_vllm", "top_p", "top_k", "min_p", "max_tool_calling_iterations"}
         done |= {name for name in names.values if name.startswith("sapo_temperature")}
         if names.get("use_vllm"):
             done |= {"vllm_mode", "vllm_server_base_url"}
@@ -159,8 +159,6 @@ def keys_of(
         done |= {"loss_type", "loss_weights"}
     if names.meant("output_dir") or (names.get("output_dir") and not names.whole):
         result["run"] = str(names.get("output_dir"))
-    if names.get("num_iterations"):
-        result["algorithm.passes"] = names.get("num_iterations")
     stray = []
     for name, value in names.values.items():
         if name in done:
@@ -335,8 +333,8 @@ def _preference(names: Names) -> dict[str, Any]:
     """Keys of the loss of DPO. TRL sums several losses; here only `sft` can be added to another."""
     losses = names.get("loss_type", [])
     losses = [losses] if isinstance(losses, str) else list(losses)
-    given = names.get("loss_weights") or [1.0] * len(losses)
-    weights = dict(zip(losses, given if isinstance(given, Sequence) else [given], strict=False))
+    given = names.get("loss_weights") or 1.0
+    weights = dict(zip(losses, given if isinstance(given, Sequence) else [given] * len(losses), strict=False))
     beside, one = weights.pop("sft", 0.0), next(iter(weights), "")
     key, loss = _taken("loss_type", one, DPO, "DPO") if one else ("", "")
     if len(weights) > 1 or (one and not key):

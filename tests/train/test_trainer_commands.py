@@ -74,7 +74,7 @@ def test_a_loss_on_the_completion_alone_is_the_default_and_an_end_token_is_the_m
     keys = birl.SFTTrainer("x", rows, completion_only_loss=True, local_rank=-1).config
     assert keys.data.train_on == birl.SFTTrainer("x", rows, args={"assistant_only_loss": True}).config.data.train_on
     assert keys.data.train_on == ["assistant"]
-    with pytest.raises(BirlError, match="eos_token='<e>' is not taken.*that of the model's tokenizer"):
+    with pytest.raises(BirlError, match=r"eos_token='<e>' is not taken.*that of the model's tokenizer"):
         birl.SFTTrainer("x", rows, eos_token="<e>")
 
 
