@@ -17,7 +17,7 @@ import numpy as np
 
 from birl.envs.calls import Threads, called
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
-from birl.text.bounds import LONG, cannot_fit, characters
+from birl.text.bounds import cannot_fit, takes_long
 from birl.text.parts import checked
 from birl.types import PAST, Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
 from birl.waits import waiting
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 Key = tuple[Any, ...] | str
-#: Long prompts are rendered here. Few at once: they hold Python's lock in part.
+#: Long prompts, and pictures, are rendered here. Few at once: they hold Python's lock in part.
 PROMPTS = Threads(2, "birl-prompt")
 
 
@@ -170,8 +170,7 @@ class Session:
         try:
             asked = tuple(self.known), self.chat, conversation, tools, owner, keep_end
             work = partial(prompted, *asked, tell=not keep_end and "history" not in self.notes)
-            long = characters(conversation) > LONG
-            prompt, talk, what = await called(work, threads=PROMPTS) if long else work()
+            prompt, talk, what = await called(work, threads=PROMPTS) if takes_long(conversation) else work()
             if (room := self.limits.tokens - len(prompt)) < 1:
                 raise TooLong(
                     f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "

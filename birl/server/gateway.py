@@ -147,7 +147,8 @@ class Gateway:
                 check_bulk(data, min(visit.session.limits.tokens, LONGEST))
                 policy = replying(data.get("model"), visit.session.policies)
                 read = partial(self.replies[route], data, self.terms, visit)
-                reply = await called(read, threads=PROMPTS) if long(request.headers) else read()
+                slow = long(request.headers) or route[1].endswith("tokens")  # which renders the prompt
+                reply = await called(read, threads=PROMPTS) if slow else read()
             case _:
                 raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
         if not isinstance(reply, Reply):

@@ -20,6 +20,12 @@ def characters(conversation: Conversation) -> int:
     return sum(map(len, texts))
 
 
+def takes_long(conversation: Conversation) -> bool:
+    """Whether to render a conversation outside of the event loop: it is long, or has pictures, which are decoded."""
+    seen = not isinstance(conversation, str) and any(message.pictures for message in conversation)
+    return seen or characters(conversation) > LONG
+
+
 def cannot_fit(conversation: Conversation, tokens: int) -> bool:
     """Whether a conversation has more characters than so many tokens can hold; known without tokenizing it."""
     many = not isinstance(conversation, str) and len(conversation) > tokens

@@ -10,11 +10,14 @@ import pytest
 
 from birl.text.bounds import LONG, characters
 from birl.text.chat import Chat
-from birl.types import Completion, Stop
+from birl.types import Completion, Message, Stop
 from tests.rollout.scripted import CHAT, Scripted
 from tests.server.places import CALL, HI, TOOL, TOOLED, Place, played
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_tokenizer
+
+HELLO = (Message(role="user", content="Hi"),)
+SHOWN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 
 
 def test_openai_continues_token_by_token() -> None:
@@ -207,28 +210,34 @@ def test_text_completions_and_models() -> None:
     played(Scripted([" two", " three"]), body)
 
 
-def test_a_long_prompt_holds_up_no_other_request() -> None:
-    """It is rendered and counted beside the event loop: 6 MB take 40 s on a slow machine."""
+@pytest.mark.parametrize("kind", ["text", "picture"])
+def test_a_long_prompt_holds_up_no_other_request(kind: str) -> None:
+    """It is rendered and counted beside the event loop: 6 MB take 40 s on a slow machine, a picture of 60 kB 4 s."""
     chat, go = Chat(tiny_tokenizer(template=QWEN)), threading.Event()
     render, rendering = chat.render, []
 
     def slow(prompt: Any, tools: Any = ()) -> tuple[int, ...]:
-        if characters(prompt) > LONG:
+        if characters(prompt) > LONG or prompt[0].pictures:
             rendering.append(prompt)
             assert go.wait(20)
+            return render(HELLO, tools) if prompt[0].pictures else render(prompt, tools)
         return render(prompt, tools)
 
     chat.render = slow  # type: ignore[method-assign]
+    url = f"data:image/png;base64,{SHOWN['source']['data']}"
 
     async def body(here: Place) -> None:
-        long: Any = [{"role": "user", "content": "x" * (LONG + 1)}]
-        asking = asyncio.create_task(here.chat(long))
-        counting = asyncio.create_task(here.anthropic.messages.count_tokens(model="any", messages=long))
+        long = "x" * (LONG + 1)
+        asked: Any = long if kind == "text" else [{"type": "image_url", "image_url": {"url": url}}]
+        asking = asyncio.create_task(here.chat([{"role": "user", "content": asked}]))
+        counted: Any = [{"role": "user", "content": long if kind == "text" else [SHOWN]}]
+        counting = asyncio.create_task(here.anthropic.messages.count_tokens(model="any", messages=counted))
         while len(rendering) < 2:
             await asyncio.sleep(0.01)
         assert (await here.chat()).choices[0].message.content == "a"
         go.set()
-        assert (await asking).choices[0].message.content == "a" and (await counting).input_tokens > LONG
+        assert (await asking).choices[0].message.content == "a"
+        assert (await counting).input_tokens > (LONG if kind == "text" else 0)
 
     played(Scripted(lambda prompt: "a", chat), body)
 
@@ -290,7 +299,6 @@ def test_an_agent_may_decide_where_nothing_is_trained() -> None:
     assert [(p.temperature, p.top_p, p.top_k) for p in engine.params] == [(0.2, 0.5, 3), (0.3, 1.0, 0)]
 
 
-SHOWN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 REFUSED = {
     "an unknown parameter": ("/chat/completions", {"messages": HI, "tempreature": 1}, "tempreature"),
     "no messages": ("/chat/completions", {}, "messages"),
