@@ -53,11 +53,12 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 FACTORIAL = re.compile(r"[\d)]!\W*$")  # 5! is not 5
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 # at the end of a sentence: in "it is 2\frac{1}{3}" math-verify would find 1/3
-FRACTION = re.compile(r"((?:[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
+FRACTION = re.compile(r"((?:(?<![\\\w])[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
 DELIMITER = re.compile(r"\\[()\[\]]")
 SPACE = re.compile(r"~|\\(?:(?:q?quad|displaystyle)\b|[ ,;:])")
-ANNOUNCED = re.compile(r"^.*\b(?:answer|option|choice)(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
+ANNOUNCED = re.compile(r"^.*\b(?:answer|option|choice)s?(?:\s+(?:is|are)\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
 CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:[).:]\s+\S.*|[).])?", re.DOTALL)
+SEVERAL = re.compile(r"(?i:options?\s+)?\(?[A-J]\)?(?:(?:[\s,;&]|\band\b)*\(?[A-J]\)?)+")  # A, C or (A) and (C) or AC
 CHOICES = re.compile(r"(?<![a-zA-Z])[A-Z][).:]")
 # a time or a date: 12:30 would be 2/5
 TIME = re.compile(
@@ -89,6 +90,8 @@ def _right(completion: str, gold: str) -> bool:
     text, wanted = _final(THOUGHT.sub("", completion))[-LONGEST:], _final(gold)
     if _as_text(text, wanted):
         return True
+    if (several := _several(wanted)) and (several == _several(text) or not wanted.isalpha()):
+        return several == _several(text)
     if TIME.fullmatch(_words(wanted)) or WORD.fullmatch(_signs(_words(wanted))):
         return False  # as mathematics, yes is y * e * s
     want, text = _gold(gold), plain(text)[-LONGEST:]
@@ -128,6 +131,13 @@ def _as_text(text: str, wanted: str) -> bool:
     return choice is not None and choice[1].casefold() == right and len(CHOICES.findall(text)) < 2
 
 
+def _several(text: str) -> list[str]:
+    """The letters of a choice of several, sorted; without separators they must be in order. Else empty."""
+    bare = _bare(text)
+    letters = re.findall("[A-J]", bare) if SEVERAL.fullmatch(bare) else []
+    return sorted(letters) if not bare.isalpha() or letters == sorted(set(letters)) else []
+
+
 def _signs(text: str) -> str:
     return SPELLED.sub(lambda m: r"\pi " if m[1] else r"\infty", text)
 
@@ -153,6 +163,11 @@ def _equal(want: list[Any], answers: list[Any]) -> bool:
         return False
     if isinstance(answers[0], sympy.Expr) and answers[0].free_symbols and getattr(want[0], "is_number", False):
         return False  # trigsimp of sin(pi/9) - exp(99999 x) takes minutes
+    pair = (want[0], answers[0])
+    if all(isinstance(e, sympy.And) for e in pair):
+        want, answers = ([_joined(e, sympy.And, sympy.Intersection)] for e in pair)
+    elif any(isinstance(e, sympy.Tuple | sympy.Interval) for e in pair):
+        want, answers = ([_point(e)] for e in pair)
     if unfinished(answers[0]):
         return bool(want[0] == answers[0])
     if large(answers[0]) or large(want[0]) or joins_logs(want[0], answers[0]):
@@ -167,6 +182,13 @@ def _same_equation(wanted: Any, stated: Any) -> bool:
         return False  # x = [0, 1] is an Eq, too
     one, other = (e.lhs - e.rhs for e in (wanted, stated))  # pyright: ignore
     return one.free_symbols == other.free_symbols and same_at_points(one, other, scaled=True)
+
+
+def _point(expression: Any) -> Any:
+    """x = 1, y = 2 as (1, 2): math-verify takes (2, 1) for it, too."""
+    parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
+    values = {str(p.lhs): p.rhs for p in parts if isinstance(p, sympy.Eq) and p.lhs.is_Symbol}
+    return sympy.Tuple(*(values[name] for name in sorted(values))) if 1 < len(values) == len(parts) else expression
 
 
 def _is_range(wanted: Any) -> bool:
@@ -239,12 +261,12 @@ def _parse(text: str, *how: Any) -> list[Any]:
     return [_joined(result[0].xreplace(names) if names else result[0]), *result[1:]]
 
 
-def _joined(expression: Any) -> Any:
-    """x < 1 or x > 2, which math-verify reads as a set of relations, as a union of intervals."""
-    parts = expression.args if isinstance(expression, sympy.FiniteSet) and len(expression.free_symbols) == 1 else ()
+def _joined(expression: Any, kind: Any = sympy.FiniteSet, join: Any = sympy.Union) -> Any:
+    """x < 1 or x > 2, which math-verify reads as a set of relations, as a union of intervals, or 1 < x < 5 as one."""
+    parts = expression.args if isinstance(expression, kind) and len(expression.free_symbols) == 1 else ()
     simple = (p for p in parts if isinstance(p, BOUNDS) and {(a.is_Symbol, a.is_number) for a in p.args} == BOUND)
     bounds = [p.as_set() for p in simple]  # pyright: ignore
-    return sympy.Union(*bounds) if bounds and len(bounds) == len(parts) else expression
+    return join(*bounds) if bounds and len(bounds) == len(parts) else expression
 
 
 def _computed(want: list[Any], answers: list[Any]) -> bool:

@@ -189,6 +189,24 @@ y=2x+3 § $2x-y+3=0$ §! $y=2x-3$ §! \boxed{\vec{v}=(1,2)}
 x=5,y=3 § y = 3, x = 5 §! x=3,y=5 §! 5
 x\in[0,1] § $x\in[0,1]$ §! \boxed{k=-1} §! \boxed{y=2x+3}
 y=x^{500}+2x §! $y=x^{500}+2x+1$
+\sin 20^\circ § \cos 70^\circ § $\cos 70°$ § \boxed{\sin\frac{\pi}{9}} § \sin(20^{\circ}) §! \cos 20^\circ §! 20^\circ
+\frac{\sqrt{6}-\sqrt{2}}{4} § \sin 15^\circ § $\cos 75^\circ$ §! \cos 15^\circ
+2\cos 40^\circ § 2\sin 50^\circ § 2 \cos \frac{2\pi}{9} §! 2\sin 40^\circ
+\sin^2 20^\circ § 1-\cos^2 20^\circ § \cos^2 70^\circ §! \sin^2 70^\circ
+16^{\circ}40' § 16^\circ 40' §! 56 §! 16^\circ 20'
+1<x<5 § $5>x>1$ § 5 > x > 1 § x\in(1,5) § (1,5) §! 5>x>2 §! [1,5] §! x<5 §! $5\ge x>1$
+-2\le x<3 § $3>x\ge -2$ § [-2,3) §! (-2,3]
+(A), (C) § A, C § C, A § \boxed{\text{A, C}} § The correct options are A and C. § AC §! A or C §! A §! A, B, C
+ACD § A, C, D § (A)(C)(D) § D, C, A § \boxed{ACD} §! ABD §! A, C §! A, B, C, D
+AB § A \cdot B § BA §! AC
+x=1, y=2 § (1,2) § y = 2, x = 1 §! (2,1) §! x=2,y=1
+(1,2,3) § x=1,y=2,z=3 §! x=3,y=2,z=1
+3+4i § $3+4\mathrm{i}$ § 3+4\text{i} §! 7
+2\pi r h § 2\pi h r § \boxed{2\pi r h} §! 2\pi r
+10b + c § c+10b § $10b+c$ §! 10 §! 10b
+2ab § 2ba § $2 a b$ §! 2
+2n+3m § 3m+2n §! 2n+3
+-5 § -5 m § 5 - 10 = -5 m §! 5 m
 """  # noqa: RUF001
 
 
