@@ -109,9 +109,8 @@ def updates_of(config: schema.RL, pair_cost: float) -> Updates:
     keys, critic = config.algorithm, config.critic
     # all tokens are compared, or each has a loss of its own, or may have: that of a user's surrogate
     everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
-    everything |= config.learner.router_aux_coef > 0 or ":" in keys.surrogate
+    everything |= max(config.learner.router_aux_coef, keys.observation_coef) > 0 or ":" in keys.surrogate
     everything |= keys.teacher_divergence != "sampled" and not keys.hint  # with one, where there is a hint
-    everything |= keys.observation_coef > 0
     kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
     return Updates(
         seed=config.seed,

@@ -24,7 +24,7 @@ from birl.train.worker import Worker
 
 T = TypeVar("T")
 P = ParamSpec("P")
-REMEMBERED = (*("step", "position", "ahead", "best", "best_step", "spent"), *("first_validation", "last_validation"))
+REMEMBERED = (*("step", "position", "ahead", "spent"), *("best", "best_step", "first_validation", "last_validation"))
 IN_STATE = (*REMEMBERED, "nonfinite", "extra", "version", "totals", "logs")
 
 
@@ -156,10 +156,10 @@ class Run:
 
         path, warnings = await self.intact(self.resume_from)
         state = await self.ranks(Worker.read, path)
-        for name in REMEMBERED:
+        own = path.resolve().parent == self.worker.checkpoints.folder.resolve()
+        for name in REMEMBERED if own else REMEMBERED[:4]:  # another run's scores may be of other data and rewards
             setattr(self, name, state[name])
         self.totals.update(state["totals"])
-        own = path.resolve().parent == self.worker.checkpoints.folder.resolve()
         self.saved = self.step if own else None
         self.tracker.expect(self.steps)
         self.tracker.rewind(state["logs"] if own else None, self.step)

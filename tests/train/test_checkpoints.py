@@ -55,6 +55,18 @@ def spoil(folder: Path, step: int, how: str) -> None:
         (path / "manifest.json").write_text("{")
 
 
+def test_another_run_does_not_inherit_scores(tiny: Path, tmp_path: Path) -> None:
+    """They may be of other data: with resume=FOLDER `before` and the best were those, and no checkpoint was kept."""
+    for name, answer in (("easy", "It is 3."), ("hard", "apples " * 9)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "What is 1 + 2?", "response": answer}))
+    trained(tiny, tmp_path, "validation.every=1", f"data.validation={tmp_path}/easy.jsonl", run="one")
+    words = ("validation.every=1", f"data.validation={tmp_path}/hard.jsonl", f"resume={tmp_path}/one", "steps=5")
+    summary = trained(tiny, tmp_path, *words, run="other")
+    records = [json.loads(r) for r in (tmp_path / "other/validation.jsonl").read_text().splitlines()]
+    assert summary["before"]["step"] == 3 and [r["step"] for r in records] == [3, 4, 5]
+    assert summary["best"] == max(-r["validation/nll"] for r in records)
+
+
 @pytest.mark.parametrize("how", ["flipped", "missing", "manifest"])
 def test_a_damaged_newest_one_is_set_aside_loudly(tiny: Path, tmp_path: Path, capsys: Any, how: str) -> None:
     trained(tiny, tmp_path, "steps=5", run="whole")
