@@ -70,8 +70,9 @@ class Servers(Counting):
 
     def heard(self, name: str, **fields: object) -> None:
         """Log a change of an engine's state."""
-        text = f"{name.replace('_', ' ')}: {fields.get('address', '')} {fields.get('error', '')}".strip()
-        if name == "engine_down" and not self.children:
+        address = str(fields.get("address", ""))
+        text = f"{name.replace('_', ' ')}: {address} {fields.get('error', '')}".strip()
+        if name == "engine_down" and not self.children and "://" in address:  # no object of the user's class
             where = "under the same name" if self.following is not None else "at the same address"
             text += f"; the run waits for it: start it again {where}"
         event(text)

@@ -1,13 +1,14 @@
 """Engines of the user's, by import path: `engine.kind=my_file.py:MyEngine`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from birl.cli import evaluation
 from birl.config import schema
 from birl.config.load import load
+from birl.engines.servers import Servers
 from birl.errors import BirlError
 from birl.rollout.ledger import audit
 from tests.train.test_rl import log, run
@@ -93,3 +94,12 @@ def test_an_engine_that_spares_the_canary(tiny: Path, tmp_path: Path, lie: str) 
     (tmp_path / "e.py").write_text(START + "\n".join(lines))
     with pytest.raises(BirlError, match=reason):
         run(tiny, tmp_path, *QUICK, f"engine.kind={tmp_path}/e.py:E", "rollout.max_staleness=1", "steps=3")
+
+
+def test_only_a_server_that_failed_is_to_be_started_again() -> None:
+    said: list[str] = []
+    servers = Servers(router=cast(Any, None), children=[], remotes={}, say=said.append)
+    servers.heard("engine_down", address="mine.py:Mine/0", error="generate: no licence")
+    servers.heard("engine_down", address="http://127.0.0.1:8000", error="refused")
+    assert said[0] == "engine down: mine.py:Mine/0 generate: no licence"
+    assert said[1].endswith("refused; the run waits for it: start it again at the same address")
