@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from birl.config.load import load_with_choices, run_folder
+from birl.config.schema import TRAINING
 from tests.docs.commands import execute
 from tests.docs.pages import PAGES, ROOT, blocks, commands, scripts
 from tests.envs.browser.browsers import missing
@@ -46,6 +48,24 @@ def test_the_first_pages_name_files_that_a_reader_has(page: str) -> None:
     files = set(re.findall(r"[\w./-]+\.(?:jsonl|csv|yaml|py)\b", " ".join(w for c in commands(shell) for w in c)))
     assert files
     assert not {name for name in files if not (ROOT / name).is_file() and f"as `{name}`" not in text}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_runs_of_the_first_pages_have_folders_of_their_own(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader types one after the other, and a folder with another configuration is refused."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name, text in scripts(ROOT / page).items():
+        Path(name).write_text(text)
+    text = (ROOT / page).read_text(encoding="utf-8")
+    typed = [words[1:] for language, block in blocks(ROOT / page) if language == "sh" for words in commands(block)]
+    runs = [w for w in typed if w and w[0] in TRAINING and not any(word.startswith("--") for word in w)]
+    folders = [run_folder(*load_with_choices(TRAINING[command], words)) for command, *words in runs]
+    folders += re.findall(r'output_dir="(.+?)"', text)
+    assert len(folders) == len(set(folders)) == len(runs) + len(re.findall(r"= Trainer\(", text)), folders
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
