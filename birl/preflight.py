@@ -42,25 +42,25 @@ SIZE = 2**21  # largest file that is parsed in plain Python [bytes]
 ROWS = 1000  # rows of a file that are checked
 
 
-def check_data(config: Any, given: Given | None = None) -> None:
-    """Check the files of data.train and data.validation, or the rows that a program has `given`: parse the first rows
-    as `config` would. Raises `BirlError`."""
+def check_data(config: Any, given: Given | None = None, *, rows: bool = True) -> None:
+    """Check the files of data.train and data.validation, or the rows that a program has `given`; with `rows`, read the
+    first ones as `config` would. Raises `BirlError`."""
     data, given = config.data, given or Given()
     each: list[tuple[Any, ...]] = [
         ("train", data.train, given.train, data.max_samples),
         ("validation", data.validation, given.validation, data.max_validation_samples),
     ]
     for which, paths, own, limit in each:
-        for rows, _ in [] if own is None else read_sources(data, which, own):
-            _check(rows, config, which == "train")
+        for source, _ in [] if own is None else read_sources(data, which, own):
+            _check(source, config, which == "train")
         for path in paths if own is None else ():
             check_place(path)
             local = Path(path).expanduser()
             if local.is_dir() and next(data_files(local), None) is None:
                 raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).")
-            if local.is_file() and (table := _parsed(local)) is not None:
-                rows = Rows(str(local), [part(local.name, local.stem, table, str(local))], limit)
-                _check(rows, config, which == "train")
+            if local.is_file() and (table := _parsed(local)) is not None and rows:
+                source = Rows(str(local), [part(local.name, local.stem, table, str(local))], limit)
+                _check(source, config, which == "train")
 
 
 def _parsed(path: Path) -> list[dict[str, Any]] | None:
@@ -128,11 +128,12 @@ def ended(run: Path, config: Any) -> dict[str, Any]:
     return told
 
 
-def check_names(config: Any) -> None:
-    """Raises `BirlError` for files, folders, data sets, models, environments and functions that do not exist."""
+def check_names(config: Any, rows: bool = True) -> None:
+    """Raises `BirlError` for files, folders, data sets, models, environments and functions that do not exist, and for
+    wrong ones among the first `rows`."""
     keys = flatten(config)
     if hasattr(config, "data"):
-        check_data(config)
+        check_data(config, rows=rows)
     for key in STORES:
         scheme = keys.get(key, "").partition("://")[0].partition("::")[0]
         if "://" in keys.get(key, "") and scheme not in available_protocols():

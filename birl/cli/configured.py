@@ -82,7 +82,7 @@ def _ended(command: str, config: Any, choices: dict[str, str], flags: set[str]) 
     from birl.hosts import bind, token_for
     from birl.preflight import check_folder, check_names, ended
 
-    check_names(config)
+    check_names(config, rows="--validate" not in flags)  # which lists all wrong rows
     if os.environ.get("RANK", "0") != "0":
         return False
     if command in ("serve", "tinker"):  # only one of several ranks listens

@@ -193,19 +193,15 @@ class Session:
         self._turns[number] = turn
         if completion.stop is Stop.ABORT:
             raise Aborted
-        texts = self.chat.reply_text(completion.ids), visible(self.chat, completion, params, self.params)
-        whole, reply = (self.reply(conversation, prompt, text, tools) for text in texts)
+        text, shown = self.chat.reply_text(completion.ids), visible(self.chat, completion, params, self.params)
+        whole = reply = reply_to(conversation, text, self.chat.parse(completion.ids, tools, prompt))
+        if shown != text:
+            parts = self.chat.parts(shown, tools, self.chat.thinks(prompt))
+            reply = reply_to(conversation, shown, parts.message())
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         key, talk = (following(t, kept) for t in (conversation, talk))
         self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))
         return reply, turn
-
-    def reply(self, conversation: Conversation, prompt: tuple[int, ...], text: str, tools: Tools) -> Message:
-        """The parsed answer. Of a text conversation the content is the whole answer, as later texts continue it."""
-        result = self.chat.parts(text, tools, self.chat.thinks(prompt)).message()
-        if isinstance(conversation, str):
-            return Message(role="assistant", content=text, tool_calls=result.tool_calls)
-        return result
 
     def forget(self, turn: Turn) -> None:
         """Remove a turn whose answer the caller never received."""
@@ -331,6 +327,13 @@ def following(conversation: Conversation, reply: Message, messages: tuple[Messag
     if isinstance(conversation, str):
         return conversation + reply.content + "".join(m.content for m in messages)
     return (*conversation, reply, *messages)
+
+
+def reply_to(conversation: Conversation, text: str, parsed: Message) -> Message:
+    """The parsed answer. Of a text conversation the content is the whole answer, as later texts continue it."""
+    if isinstance(conversation, str):
+        return Message(role="assistant", content=text, tool_calls=parsed.tool_calls)
+    return parsed
 
 
 def visible(chat: "Chat", completion: Completion, params: SamplingParams, own: SamplingParams) -> str:
