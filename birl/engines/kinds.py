@@ -184,5 +184,4 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as in CUDA_VISIBLE_DEVICES: by index or by UUID."""
     given = next((os.environ[name] for name in limits() if name in os.environ), None)
     count = torch.cuda.device_count()
-    names = map(str, range(count)) if given is None else map(str.strip, given.split(","))
-    return list(names)[:count]
+    return list(map(str, range(count)) if given is None else map(str.strip, given.split(",")))[:count]

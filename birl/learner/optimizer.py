@@ -161,10 +161,7 @@ class Gradients:
 
 def add_grad(master: Any, grad: Tensor) -> None:
     """Add to the float32 sum in `master.grad`; `grad` may have another type."""
-    if master.grad is None:
-        master.grad = grad.to(torch.float32)
-    else:
-        master.grad += grad
+    master.grad = grad.to(torch.float32) if master.grad is None else master.grad.add_(grad)
 
 
 def staging(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from birl.errors import BirlError, first_line
 from birl.kernels.compiling import problem
@@ -107,6 +107,23 @@ def exact() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    empty_groups()
+
+
+@functools.cache
+def empty_groups() -> None:
+    """On Blackwell (sm_100, sm_103) PyTorch's grouped product may leave an accumulator's old values as the gradient of
+    an expert without tokens (pytorch#172439, NVIDIA/cutlass#2674). Sets it to 0, in transformers' calls, too."""
+    plain, capability = torch.nn.functional.grouped_mm, torch.cuda.get_device_capability
+
+    def grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
+        if offs is not None and weights.requires_grad and weights.is_cuda and capability(weights.device)[0] == 10:
+            unused = (offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None]
+            weights = weights.view_as(weights)
+            weights.register_hook(lambda grad: grad.masked_fill_(unused, 0.0))
+        return plain(rows, weights, offs=offs, **options)
+
+    torch.nn.functional.grouped_mm = grouped_mm
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -104,8 +104,7 @@ def drawn(
 
 
 def _kernels(model: nn.Module) -> Any:
-    decoder = decoder_for(model)
-    return None if decoder is None else decoder.kernels
+    return getattr(decoder_for(model), "kernels", None)
 
 
 def _head_gradient(model: nn.Module) -> Callable[[Tensor], Tensor]:

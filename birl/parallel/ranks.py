@@ -123,12 +123,6 @@ class Ranks:
         """Whether this is the first rank of its share of the samples."""
         return self.rank % (self.grid.cp * self.grid.tp) == 0
 
-    @property
-    def sharding(self) -> DeviceMesh:
-        """Mesh of FSDP, [fsdp x cp]. It does not know the replicas: FSDP would sum over them in every micro-batch."""
-        assert self.mesh is not None
-        return self.mesh["shard"]
-
     def mine(self, work: Sequence[T]) -> Sequence[T]:
         """This rank's share. All ranks must have equally many: a collective waits for all ranks (`pack`'s `parts`)."""
         if len(work) % self.shares:
@@ -240,8 +234,7 @@ def global_norm(masters: Any, ranks: Ranks) -> Tensor:
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-    """All-reduce gradients (sum) over the group, in place, in buckets. `device`: of the collectives, if the gradients
-    are in CPU memory (`optimizer.offload`)."""
+    """All-reduce gradients (sum) over the group, in place, in buckets; on `device` if they are in CPU memory."""
     grads = [t.grad for t in tensors if t.grad is not None]
     while grads:
         bucket, size = [], 0

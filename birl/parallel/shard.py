@@ -92,6 +92,7 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
     pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     comm = GlooReduceScatter() if device_of(model).type == "cpu" else None
+    mesh: Any = ranks.mesh  # FSDP does not know the replicas: it would sum over them in every micro-batch
 
     def wrap(unit: nn.Module, mesh: DeviceMesh, **more: Any) -> None:
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=kept, **more)
@@ -106,13 +107,13 @@ def shard(root: nn.Module, model: nn.Module, ranks: Ranks, dtype: torch.dtype, *
         wrap(unit, rest["rest"], reshard_after_forward=True, shard_placement_fn=lambda _: Shard(1))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore
     if head.weight is not embedding.weight:
-        wrap(embedding, ranks.sharding, reshard_after_forward=True)
+        wrap(embedding, mesh["shard"], reshard_after_forward=True)
         embedding.set_unshard_in_backward(False)  # the backward pass reads no weight of it
-        wrap(head, ranks.sharding, reshard_after_forward=False)  # its backward pass follows
+        wrap(head, mesh["shard"], reshard_after_forward=False)  # its backward pass follows
         head.compute = lambda compute: compute()  # `layout.gathered_for`
         register_fsdp_forward_method(head, "compute")
     for unit in (*layers(model), root):
-        wrap(unit, ranks.sharding, reshard_after_forward=unit is not root)
+        wrap(unit, mesh["shard"], reshard_after_forward=unit is not root)
     register_fsdp_forward_method(root, "states")
 
 

@@ -35,7 +35,8 @@ def test_a_part_in_cpu_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> No
     """PyTorch's `from_local` and `distribute_tensor` copy it to the mesh's GPU: dithered masters and Muon's matrices
     were on two devices, and a checkpoint was read into copies. Simulated tensors do not show that; these are real."""
     with first_of(Grid(fsdp=2), monkeypatch) as ranks:
-        layout, every = Layout(ranks.sharding, (Shard(0),), (5, 4)), torch.randn(5, 4, dtype=torch.float32)
+        assert ranks.mesh is not None
+        layout, every = Layout(ranks.mesh["shard"], (Shard(0),), (5, 4)), torch.randn(5, 4, dtype=torch.float32)
         every = every.bfloat16().float()
         part = layout.part(every).clone()
         assert torch.equal(part, every[:3]) and local(layout.whole(part)).data_ptr() == part.data_ptr()

@@ -102,7 +102,7 @@ def split_two_ways(ranks: Ranks, scale: float) -> dict[str, Tensor]:
         assert ranks.mesh is not None
         if ranks.grid.tp > 1:
             parallelize_module(model, ranks.mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fully_shard(model, mesh=ranks.sharding)
+        fully_shard(model, mesh=ranks.mesh["shard"])
     return {**{n: p.data for n, p in model.named_parameters()}, "buffer": torch.full((3,), 2.0 * scale)}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.integrations import moe
 
 from birl.config import schema
 from birl.config.load import load
@@ -79,6 +80,37 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto") == torch.device("cpu")
     with pytest.raises(BirlError, match=r"model\.device=cuda: .* Set model\.device=cpu"):
         choose("cuda")
+
+
+class Stale(torch.autograd.Function):
+    """What Blackwell's product does to the gradients of weights: an accumulator that is not cleared."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor) -> torch.Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].where(grads[0].abs().amax((1, 2), keepdim=True) > 0, float("nan"))
+
+
+@pytest.mark.parametrize(("major", "mended"), [(9, False), (10, True)])
+def test_experts_without_tokens_have_no_gradient(major: int, mended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in transformers' experts, which call the product by its name in PyTorch's module."""
+    plain = torch.nn.functional.grouped_mm
+    stale = lambda rows, weights, *, offs: plain(rows, Stale.apply(weights), offs=offs)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", stale)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (major, 3))
+    device.empty_groups.__wrapped__()
+    weights = torch.randn(4, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    offsets = torch.tensor([0, 8, 8, 16], dtype=torch.int32)
+    rows = torch.randn(16, 32, dtype=torch.bfloat16)
+    moe._grouped_mm(rows, weights.transpose(1, 2), offsets).square().sum().backward()
+    assert weights.grad is not None
+    for expert, used in enumerate((False, True, False, True)):
+        grad = weights.grad[expert]
+        assert grad.isfinite().all() and grad.any() if used else (grad == 0).all() == mended
 
 
 @pytest.mark.parametrize("name", ["cuda:1", "cuda:2"])
