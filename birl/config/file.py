@@ -19,7 +19,7 @@ DEPTH, ENTRIES = 32, 100_000  # limits of a YAML file: nesting, and total number
 def read(name: str) -> Mapping[str, Any]:
     """Texts and lists by dotted key. Raises `BirlError`."""
     try:
-        content = _content(read_text(Path(name)))
+        content = parse(read_text(Path(name)))
     except FileNotFoundError:
         near = did_you_mean(name, map(str, Path(name).parent.glob("*.y*ml")))
         raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
@@ -74,7 +74,7 @@ class _Texts(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def _content(text: str) -> Any:
+def parse(text: str) -> Any:
     """Parse YAML; None if it is empty. Raises `yaml.YAMLError`."""
     loader = _Texts(text)
     try:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from birl.config.file import parse
 from birl.data.parse import unique
 from birl.errors import BirlError, did_you_mean, first_line, placed
 from birl.plan.fleet import Draws
@@ -244,7 +245,7 @@ def _file(path: Path) -> Mapping[str, Any]:
         if path.suffix == ".json":
             result = json.loads(text, object_pairs_hook=lambda pairs: unique(pairs, path, 1))
         else:
-            result = OmegaConf.to_container(OmegaConf.create(text))
+            result = OmegaConf.to_container(OmegaConf.create(text)) if isinstance(parse(text) or {}, dict) else text
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise BirlError(f"{path}: {getattr(error, 'problem', None) or first_line(error)}") from None
     if not isinstance(result, Mapping):

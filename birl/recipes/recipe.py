@@ -88,8 +88,10 @@ def read(source: Path, name: str) -> Recipe:
 def _content(source: Path) -> dict[str, Any]:
     import yaml
 
+    from birl.config.file import parse
+
     try:
-        result = yaml.safe_load(read_text(source))
+        result = yaml.safe_load(text) if parse(text := read_text(source)) else None  # keys that are there twice: error
     except OSError as error:
         raise BirlError(f"{source}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

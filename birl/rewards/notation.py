@@ -27,6 +27,7 @@ SCIENTIFIC = re.compile(rf"(?<![\w.,])(?:(\d+(?:\.\d*)?)[eE]([-+]?\d{{1,2}})|(\d
 MIXED = re.compile(rf"(?<![\w./^,])({DIGITS}) ({DIGITS})/({DIGITS})(?![\w/^]|\.\d)")
 NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 CIRCLE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+TRIGONOMETRIC = r"\\?(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?"
 INNER = r"(?:[^{}]|\{[^{}]*\})*"
 PERCENTAGE = re.compile(  # 33\frac{1}{3}\%, 33 1/3%
     rf"(?<![\w.,/])({DIGITS})?\s*(?:\\[dt]?frac\s*(?:\{{({DIGITS})\}}\s*\{{({DIGITS})\}}|(\d)(\d))"
@@ -45,10 +46,7 @@ RULES = [
     (re.compile(rf"(\\[dt]?frac)\{{({INNER})\\pm\s*({INNER})\}}\s*(\{{{INNER}\}})"), r"\1{\2}\4\\pm\1{\3}\4"),
     (re.compile(r"\\fbox\b"), r"\\boxed"),
     (re.compile(rf"(\d+)\s*{CIRCLE}\s*(\d+)\s*(?:'|\^\s*\{{?\\prime\}}?)"), r"\\frac{\1*60+\2}{60}"),  # angular minutes
-    (
-        re.compile(rf"(\\?(?:sin|cos|tan|cot|sec|csc)(?:\^\{{?\d\}}?)?\s*(?:\\left)?[({{]?)\s*({NUMBER})\s*{CIRCLE}"),
-        r"\1\\frac{\2\\pi}{180}",
-    ),
+    (re.compile(rf"({TRIGONOMETRIC}\s*(?:\\left)?[({{]?)\s*({NUMBER})\s*{CIRCLE}"), r"\1\\frac{\2\\pi}{180}"),
     (re.compile(r"\\(?:mathrm|text)\{\s*([ie])\s*\}"), r"\1"),
     (  # math-verify takes the c of 10b + c and the ab of 2ab for units
         re.compile(

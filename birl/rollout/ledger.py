@@ -133,8 +133,7 @@ def audit(run: Path) -> Audit:
                 result.problems.append(
                     f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {settled}"
                 )
-            later = bisect_right(order, life)
-            if later < len(kept) and row["step"] > kept[later]:
+            if (later := bisect_right(order, life)) < len(kept) and row["step"] > kept[later]:
                 result.tokens["redone"] += settled
                 continue
             if group in trained_in:

@@ -145,11 +145,16 @@ def test_mistakes_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "number.yaml").write_text("7")
+    aliases = "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 9)}]\n" for i in range(1, 9))
+    (tmp_path / "aliases.yaml").write_text(f"k0: &k0 [1]\n{aliases}")
     (tmp_path / "no_result.yaml").write_text("engine: {base: 0.1}\n")
     for words, part in (
         (["empty"], "is no run of birl"),
         (["broken.json"], "broken.json"),
         (["list.yaml"], "must hold sections"),
+        (["number.yaml"], "must hold sections"),
+        (["aliases.yaml"], "more than 100,000 entries, with its aliases"),
         (["--measured", "no_result.yaml"], "has no result.seconds_per_step"),
     ):
         assert main(["plan", "--simulate", *words[:-1], str(tmp_path / words[-1])]) == 2
@@ -166,7 +171,7 @@ def test_a_file_that_names_a_key_twice_is_refused(tmp_path: Path, capsys: pytest
     """The last one won."""
     for name, text, part in (
         ("twice.json", '{"engine": {"base": 1, "base": 2}}', "line 1: the key 'base' is there twice in one object"),
-        ("twice.yaml", "engine: {base: 1, base: 2}", "found duplicate key base"),
+        ("twice.yaml", "engine: {base: 1, base: 2}", "base is there twice"),
         ("deep.json", "[" * 99999, "maximum recursion depth"),
     ):
         (tmp_path / name).write_text(text)

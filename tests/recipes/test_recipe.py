@@ -48,6 +48,7 @@ def test_a_recipe_is_what_its_file_says(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ("about: a test", "abut: a test", "there is no key abut.*Did you mean about"),
+        ("about: a test", "about: a test\nabout: b", "is not valid YAML: about is there twice"),
         ("about: a test", "about: [a]", r"about: must be a text, not \['a'\]"),
         ("minutes: 0.1", "minutes: soon", "minutes: must be a number above 0, not 'soon'"),
         ("command: sft", "command: train", r"number 1: command: must be sft \| rm \| dpo \| rl \| eval, not 'train'"),
