@@ -1,12 +1,22 @@
 """birl's losses, denominators, divergences and corrections beside verl's own functions."""
 
+import sys
+from unittest.mock import MagicMock
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from birl.algorithms import corrections, kl, selection, surrogates, values
 from tests.peers.compare import Case, Pair, both, check
-from tests.peers.verl_rows import CORE, OFF, ActorConfig, PolicyLossConfig, actor, rollout, verl
+from tests.peers.verl_rows import CORE, OFF, actor
+
+sys.modules.setdefault("ray", MagicMock(__spec__=None))  # as in verl_rows
+
+from verl.trainer.ppo import core_algos as verl  # noqa: E402
+from verl.trainer.ppo import rollout_corr_helper as rollout  # noqa: E402
+from verl.workers.config import ActorConfig  # noqa: E402
+from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
 
 
 def by_verl(case: Case, name: str, mode: str, config: ActorConfig, weights: Tensor | None = None):

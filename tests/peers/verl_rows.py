@@ -15,7 +15,6 @@ from tests.peers.compare import Case, Pair, check, deviation, deviation_in_group
 sys.modules.setdefault("ray", MagicMock(__spec__=None))
 
 from verl.trainer.ppo import core_algos as verl  # noqa: E402
-from verl.trainer.ppo import rollout_corr_helper as rollout  # noqa: E402, F401
 from verl.utils import torch_functional as verl_functional  # noqa: E402
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
