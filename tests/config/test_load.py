@@ -7,7 +7,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.version import getbase
-from omegaconf import OmegaConf
 
 from birl.cli.chat import Settings
 from birl.config.file import flatten, to_yaml
@@ -123,18 +122,6 @@ def test_reward_is_short_for_its_functions(tmp_path: Path):
 def test_model_may_be_a_path(path: str):
     config, choices = load_with_choices(RL, [TRAIN, f"model={path}"])
     assert config.model.path == path and "model" not in choices
-
-
-def test_presets_match_their_papers():
-    grpo, choices = load_with_choices(RL, [TRAIN, "algorithm=grpo"])
-    assert choices["algorithm"] == "grpo"
-    assert (grpo.algorithm.scale_rewards, grpo.algorithm.denominator) == ("group", "sequence")
-    assert (grpo.algorithm.kl, grpo.algorithm.kl_coef) == ("k3", 0.04)
-    dapo = load(
-        RL, [TRAIN, "algorithm=dapo", "rollout.max_tokens=20480", "learner.tokens_per_microbatch=32768"]
-    ).algorithm
-    assert (dapo.clip_low, dapo.clip_high, dapo.denominator, dapo.kl_coef) == (0.2, 0.28, "token", 0.0)
-    assert dapo.dynamic_sampling and dapo.overlong_buffer == 4096
 
 
 def test_keys_override_their_preset_in_any_order():
@@ -321,13 +308,6 @@ def test_no_folder_of_the_name_tilde(words: list[str], tmp_path: Path, monkeypat
 def test_run_folder_leaves_out_what_is_swept():
     config, choices = load_with_choices(RL, [TRAIN])
     assert run_folder(config, choices, without=["seed", "optimizer.lr"]) == "runs/smollm2-a-dr_grpo"
-
-
-def test_no_preset_sets_an_unknown_key():
-    for group, files in presets(RL).items():
-        for path in files.values():
-            content = OmegaConf.load(path)
-            assert isinstance(content, dict) or all(f"{group}.{key}" in documentation(RL) for key in content)
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,7 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "denominator": "token",
             "kl_coef": 0.0,
             "dynamic_sampling": True,
+            "overlong_buffer": 51,  # a fifth of rollout.max_tokens
         },
     ),
     "decoupled": ("arXiv:2505.24298 eq. 5", {"proximal": "recompute", "clip_low": 0.2, "clip_high": 0.2}),
