@@ -99,8 +99,9 @@ def load_examples(config: Any, which: Which, chat: "Chat", limit: int, given: An
             except Unfit:
                 long += 1
         if long:
-            done = "cut" if config.too_long == "truncate" else "dropped"
-            print(f"{rows.name}: {done} {long} of {len(rows)} rows, those of more than {limit} tokens.")
+            gone = len(rows) - len(kept)
+            done = f"dropped {gone}" if gone == long else f"cut {long - gone}" + f" and dropped {gone}" * (gone > 0)
+            print(f"{rows.name}: {done} of {len(rows)} rows, those of more than {limit} tokens.")
         if not kept:
             way = "" if config.too_long == "truncate" else ", or set data.too_long=truncate"
             raise BirlError(

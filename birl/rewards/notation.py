@@ -47,7 +47,6 @@ RULES = [
     (re.compile(r"\\fbox\b"), r"\\boxed"),
     (re.compile(rf"(\d+)\s*{CIRCLE}\s*(\d+)\s*(?:'|\^\s*\{{?\\prime\}}?)"), r"\\frac{\1*60+\2}{60}"),  # angular minutes
     (re.compile(rf"({TRIGONOMETRIC}\s*(?:\\left)?[({{]?)\s*({NUMBER})\s*{CIRCLE}"), r"\1\\frac{\2\\pi}{180}"),
-    (re.compile(r"\\(?:mathrm|text)\{\s*([ie])\s*\}"), r"\1"),
     (  # math-verify takes the c of 10b + c and the ab of 2ab for units
         re.compile(
             r"((?<=[\w)}])\s*[-+]\s*|(?<=[a-zA-Z)}])\s*[-+]\s*\d+\s*|(?:\\pi|[\d}])\s*[a-zA-Z]\s+)([cdghlmost])"
@@ -64,7 +63,7 @@ RULES = [
     (re.compile(r"(?<![\d)}$%]\s)\b(?:negative|minus)\s+(?=\\?[$]?\d)", re.IGNORECASE), "-"),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
     (re.compile(r"(?<![\w\u2013)])\u2013\s*(?=\d)"), "-"),  # a dash that is no range
-    (re.compile(rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*({NUMBER})\s*\}}"), r"\1"),
+    (re.compile(rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*({NUMBER}|[ie])\s*\}}"), r"\1"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\s*\\?%\s*\}}"), r"$\1%$"),
     (re.compile(rf"\\boxed\{{\s*({NUMBER})\.\s*\}}"), r"\\boxed{\1}"),
     (re.compile(rf"(?<![\w\"'`])(?:[\"'`]|__)({NUMBER})(?:[\"'`]|__)(?!\w)"), r"\1"),

@@ -176,6 +176,8 @@ def test_long_rows_are_dropped_or_cut_and_counted(capsys: pytest.CaptureFixture[
     cut = texts(rows, limit=100, too_long="truncate")
     assert len(cut) == 2 and len(cut[1].sequences[0]) == 100
     assert "cut 1 of 2" in capsys.readouterr().out
+    assert len(texts([*rows, {"prompt": "word " * 60, "response": "Hello"}], limit=100, too_long="truncate")) == 2
+    assert "cut 1 and dropped 1 of 3 rows" in capsys.readouterr().out  # nothing to train is left of the last
     with pytest.raises(BirlError, match=r"every row has more than 5 tokens.*model\.max_length"):
         texts(rows, limit=5)
 
