@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 Key = tuple[Any, ...] | str
-#: Long prompts, and pictures, are rendered here. Few at once: they hold Python's lock in part.
+#: Long prompts, and pictures of agents, are rendered here. Few at once: they hold Python's lock in part.
 PROMPTS = Threads(2, "birl-prompt")
 
 
@@ -170,7 +170,7 @@ class Session:
         try:
             asked = tuple(self.known), self.chat, conversation, tools, owner, keep_end
             work = partial(prompted, *asked, tell=not keep_end and "history" not in self.notes)
-            prompt, talk, what = await called(work, threads=PROMPTS) if takes_long(conversation) else work()
+            prompt, talk, what = await called(work, threads=PROMPTS) if takes_long(conversation, self._url) else work()
             if (room := self.limits.tokens - len(prompt)) < 1:
                 raise TooLong(
                     f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "

@@ -20,10 +20,10 @@ def characters(conversation: Conversation) -> int:
     return sum(map(len, texts))
 
 
-def takes_long(conversation: Conversation) -> bool:
-    """Whether to render a conversation outside of the event loop: it is long, or has pictures, which are decoded."""
-    seen = not isinstance(conversation, str) and any(message.pictures for message in conversation)
-    return seen or characters(conversation) > LONG
+def takes_long(conversation: Conversation, url: str) -> bool:
+    """Whether to render outside of the event loop: a long text, or pictures over HTTP (bits depend on others' order)."""
+    seen = url and not isinstance(conversation, str) and any(message.pictures for message in conversation)
+    return bool(seen) or characters(conversation) > LONG
 
 
 def cannot_fit(conversation: Conversation, tokens: int) -> bool:
