@@ -21,7 +21,7 @@ def characters(conversation: Conversation) -> int:
 
 
 def takes_long(conversation: Conversation, url: str) -> bool:
-    """Whether to render outside of the event loop: a long text, or pictures over HTTP (bits depend on others' order)."""
+    """Whether to render outside of the event loop: a long text, or pictures over HTTP (others: order matters)."""
     seen = url and not isinstance(conversation, str) and any(message.pictures for message in conversation)
     return bool(seen) or characters(conversation) > LONG
 
