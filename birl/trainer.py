@@ -89,15 +89,20 @@ class Started:
         from birl.config.load import load_with_choices
 
         current_folder()
+        if not isinstance(run := keys.get("run"), str | PathLike | None):
+            raise BirlError(f"output_dir={run!r}: a {type(run).__name__}; give the name of a folder.")
         words = [f"{k}={written(v)}" for k, v in keys.items()]
         self.config, self.choices = load_with_choices(COMMANDS[command], words)
 
     def _check_rows(self) -> None:
         from birl.envs.open import check_world
-        from birl.preflight import check_data
+        from birl.preflight import check_data, check_function
 
         if isinstance(self.config, RL):
             check_world(self.config.env, self._given.env)
+            for place, _, name in (one.rpartition(":") for one in self.config.reward.functions):
+                if place not in ("", "given"):
+                    check_function("reward.functions", place, name)
         check_data(self.config, self._given)
 
     def _begin(self) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def keys_of(
         result |= _preference(names)
         done |= {"loss_type", "loss_weights"}
     if names.meant("output_dir") or (names.get("output_dir") and not names.whole):
-        result["run"] = str(names.get("output_dir"))
+        result["run"] = names.get("output_dir")
     stray = []
     for name, value in names.values.items():
         if name in done:

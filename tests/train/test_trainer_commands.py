@@ -60,6 +60,7 @@ def test_every_command_is_a_python_call(
             lambda: birl.DPOTrainer("x", ROWS, learning_rte=1),
             r"DPOTrainer has no parameter learning_rte.*optimizer\.lr",
         ),
+        (lambda: birl.SFTTrainer("x", ROWS, args={"output_dir": True}), "output_dir=True: a bool; give the name of a"),
         (lambda: birl.DPOTrainer(object(), ROWS), "give the name of a folder"),
         (lambda: birl.DPOTrainer("x", ROWS, loss_type=["sigmoid", "hinge"]), "choose one of sigmoid, dpo, ipo"),
     ],

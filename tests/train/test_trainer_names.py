@@ -355,6 +355,8 @@ class Loaded:
         ({"reward_funcs": [letters, None]}, r"reward_funcs=.*None\]: give a function"),
         ({"reward_funcs": "maths"}, r"Did you mean math\?"),
         ({"train_dataset": None}, r"data\.train is empty"),
+        ({"reward_funcs": "no_file.py:score"}, r"reward\.functions=no_file\.py:score: there is no file no_file\.py"),
+        ({"output_dir": 5}, r"output_dir=5: a int; give the name of a folder"),
         ({"output_dir": None}, r"run=null: no key can be null"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
