@@ -127,8 +127,6 @@ def loss_keys(
     keys: dict[str, Any], loss_type: str, scale_rewards: str | bool | None, low: float | None, high: float | None
 ) -> dict[str, Any]:
     """Keys of the loss, then of what takes precedence over it: scale and clip range. `keys`: those so far."""
-    if loss_type and (not isinstance(loss_type, str) or loss_type not in LOSS_TYPES):
-        raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
     result = {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
     clips = trl.clip_keys(low, high, (keys | result).get("algorithm.surrogate"))
     return result | scale_keys(scale_rewards) | clips
@@ -165,8 +163,7 @@ def words_of_launch(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dic
 
 def changed(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys without those at their defaults, so that a preset (overrides={"algorithm": "grpo"}) can set them."""
-    docs = documentation(RL)
-    return {k: v for k, v in keys.items() if v != docs[k].default}
+    return {k: v for k, v in keys.items() if v != documentation(RL)[k].default}
 
 
 def check_names(names: Iterable[str], known: list[str]) -> None:

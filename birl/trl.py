@@ -215,8 +215,7 @@ def _answer(stray: list[str], names: Names, schema: type) -> None:
 
 def _steps(names: Names, schema: type) -> dict[str, Any]:
     """Keys of batch size and length. TRL counts optimizer steps, and a batch in answers of one process."""
-    result: dict[str, Any] = {}
-    updates = names.get("num_iterations", 1)
+    result, updates = dict[str, Any](), names.get("num_iterations", 1)
     each, waits = names.get(BATCH[0], 8), names.get(BATCH[1], 1)
     if any(name in names.values for name in BATCH):
         if "rollout.prompts" not in documentation(schema):
@@ -284,8 +283,7 @@ def _lora(names: Names) -> dict[str, Any]:
                 "scales by alpha / rank."
             )
     result = {"lora.rank": options.get("r", 8), "lora.alpha": options.get("lora_alpha", 8)}
-    targets = options.get("target_modules")
-    if targets:
+    if targets := options.get("target_modules"):
         result["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
     if options.get("lora_dropout"):
         warnings.warn(f"peft_config.lora_dropout={options['lora_dropout']}: there is no dropout here.", stacklevel=5)
