@@ -37,9 +37,9 @@ PACKAGES = ("site-packages", "dist-packages")
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Restore the current folder and PyTorch's default dtype afterwards, and add back removed environment variables and
-    entries of `sys.path`. For code that runs alone, such as an import; elsewhere tensors name their dtypes and paths
-    are absolute."""
+    """Restore the current folder and PyTorch's default dtype and precision afterwards, and add back removed environment
+    variables and entries of `sys.path`. For code that runs alone, such as an import; elsewhere tensors name their
+    dtypes and paths are absolute."""
     folder, variables, path = current_folder(), dict(os.environ), list(sys.path)
     try:
         yield
@@ -49,9 +49,9 @@ def undone() -> Iterator[None]:
         hook()
         os.environ |= variables | os.environ
         sys.path += [place for place in path if place not in sys.path]
-        torch: Any = sys.modules.get("torch")
-        if torch is not None:
+        if (torch := sys.modules.get("torch")) is not None:
             torch.set_default_dtype(torch.float32)
+            torch.set_float32_matmul_precision("highest")
 
 
 def hook() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from birl import named
 from birl.cli import evaluation
 from birl.config import schema
 from birl.config.load import load
@@ -323,3 +324,10 @@ def test_episodes_that_all_fail_alike_stop_the_run_early(
     Path("broken.py").write_text(BROKEN.replace("60", "0"))
     episodes = run(tiny, tmp_path / "all", *words, "rollout.max_failure_rate=1", "rollout.prompts=4")
     assert [e["outcome"] for e in episodes] == ["env_error"] * 16
+
+
+def test_the_import_of_an_environment_does_not_change_the_precision_of_products(tmp_path: Path) -> None:
+    """Usual in scripts; float32 products of the learner were computed in 16 bits then."""
+    (tmp_path / "mine.py").write_text("import torch\ntorch.set_float32_matmul_precision('medium')\ndef f(): pass\n")
+    named.load("env", f"{tmp_path}/mine.py:f", {})
+    assert torch.get_float32_matmul_precision() == "highest"
