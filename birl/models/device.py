@@ -114,10 +114,10 @@ def exact() -> None:
 def empty_groups() -> None:
     """On Blackwell (sm_100, sm_103) PyTorch's grouped product may leave an accumulator's old values as the gradient of
     an expert without tokens (pytorch#172439, NVIDIA/cutlass#2674). Sets it to 0, in transformers' calls, too."""
-    plain, capability = torch.nn.functional.grouped_mm, torch.cuda.get_device_capability
+    plain, capability = torch.nn.functional.grouped_mm, lambda device: torch.cuda.get_device_capability(device)[0]
 
     def grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
-        if offs is not None and weights.requires_grad and weights.is_cuda and capability(weights.device)[0] == 10:
+        if offs is not None and weights.requires_grad and weights.is_cuda and capability(weights.device) == 10:
             unused = (offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None]
             weights = weights.view_as(weights)
             weights.register_hook(lambda grad: grad.masked_fill_(unused, 0.0))

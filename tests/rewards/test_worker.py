@@ -39,18 +39,18 @@ def shout(completions, **_):
 """
 
 
-def test_a_line_of_a_megabyte_is_no_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_a_megabyte_is_no_reason(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """It was read byte by byte, and told as a whole for every episode."""
     (tmp_path / "shouts.py").write_text(SHOUTS)
     (result,) = score([f"{tmp_path}/shouts.py:shout"], ["a"])
     assert "died (exit code 7): ééé" in result.detail and len(result.detail) < 600
-    printed = [capfd.readouterr().err]
+    printed = [capfdbinary.readouterr().err]
 
     def complete() -> bool:
-        printed.append(capfd.readouterr().err)
-        return "".join(printed).count("é") == 500_000
+        printed.append(capfdbinary.readouterr().err)
+        return b"".join(printed).count("é".encode()) == 500_000
 
-    assert wait_for(complete) and "\ufffd" not in "".join(printed)
+    assert wait_for(complete) and "\ufffd" not in b"".join(printed).decode()
 
 
 FORGERS = '''

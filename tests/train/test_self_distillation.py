@@ -90,7 +90,9 @@ def test_log_probs_without_a_gradient_have_no_backward_pass(
     preset = run(tiny, tmp_path / "preset", "algorithm=sdpo")
     assert not calls
     own = run(tiny, tmp_path / "own", "algorithm=sdpo", f"algorithm.surrogate={tmp_path}/own.py:own")
-    assert calls and own == preset and preset[0]["grad_norm"] > 0
+    assert calls and preset[0]["grad_norm"] > 0
+    for figure in ("loss", "grad_norm", "divergence"):
+        assert own[0][figure] == pytest.approx(preset[0][figure], rel=1e-4, abs=1e-6), figure
 
 
 @pytest.mark.parametrize("more", ["model.dtype=float32", "model.dtype=bfloat16 lora.rank=4"])
