@@ -1,16 +1,11 @@
 """A damaged ledger: a run goes on, and `birl ledger` names the line."""
 
-import json
 import os
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from birl.errors import BirlError
-from birl.rollout import ledger
 from birl.rollout.ledger import FILE, Ledger, audit
 
 WHOLE = (
@@ -39,30 +34,3 @@ def test_every_flipped_bit_is_named_or_changes_a_figure(tmp_path: Path) -> None:
             except BirlError as error:
                 assert f"{FILE}, line " in str(error)
             Ledger(tmp_path, 1).close()
-
-
-def test_the_work_grows_with_the_rows_alone(tmp_path: Path) -> None:
-    """Each row went through all lives: a file of 40 MB kept `birl ledger` busy for hours."""
-
-    def lines(lives: int) -> int:
-        rows = [{"life": i, "event": "began", "step": i} for i in range(1, lives + 1)]
-        rows += [{"life": i, "event": "sampled", "group": i, "tokens": 1} for i in range(1, lives + 1)]
-        settled = {"event": "settled", "tokens": {"trained": 1}}
-        rows += [{"life": i, "step": i + i % 3, "group": i, **settled} for i in range(1, lives + 1)]
-        (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        count = 0
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal count
-            count += 1
-            return trace if frame.f_code.co_filename == ledger.__file__ else None
-
-        sys.settrace(trace)
-        try:
-            result = audit(tmp_path)
-        finally:
-            sys.settrace(None)
-        assert not result.problems and result.tokens == {"redone": lives // 3, "trained": lives - lives // 3}
-        return count
-
-    assert lines(200) < 3 * lines(100)
