@@ -43,14 +43,14 @@ class Address(ctypes.c_void_p):
 
 # parameters of each function: p a tensor, n long, f float, i int
 SIGNATURES = {
-    **{"check_segments": "pnn", "check_places": "ppnn", "check_table": "pnnpppnn", "check_tokens": "pnn"},
-    **{"rms_norm": "ppppnnf", "rms_norm_backward": "pppppppnn", "rotary": "pppnnnf", "swiglu": "ppnn"},
-    **{"swiglu_backward": "pppnn", "gemm_pack": "ppnnnnin", "gemm_encode": "ppnnnn", "gemm": "pnpppnnnni"},
-    **{"gemm_outer": "pnppnnnni", "tree_attention": "pppnpppnnnfn", "tree_attention_backward": "pppnpppppppnnnfn"},
-    **{"cache_write": "ppnppppnn", "paged_attention": "pnppppnpppnnnfn", "paged_stack": "pnppppppnpppniipnnnnnff"},
-    **{"logprobs": "ppfpppnn", "logprobs_backward": "ppfpppppnnnn", "sample": "pppppnn"},
-    **{"head_sample": "pnppppppppnnn", "head_logprobs": "pnpppfppppppnnn"},
-}
+    "check_segments": "pnn", "check_places": "ppnn", "check_table": "pnnpppnn", "check_tokens": "pnn",
+    "rms_norm": "ppppnnf", "rms_norm_backward": "pppppppnn", "rotary": "pppnnnf", "swiglu": "ppnn",
+    "swiglu_backward": "pppnn", "gemm_pack": "ppnnnnin", "gemm_encode": "ppnnnn", "gemm": "pnpppnnnni",
+    "gemm_outer": "pnppnnnni", "tree_attention": "pppnpppnnnfn", "tree_attention_backward": "pppnpppppppnnnfn",
+    "cache_write": "ppnppppnn", "paged_attention": "pnppppnpppnnnfn", "paged_stack": "pnppppppnpppniipnnnnnff",
+    "logprobs": "ppfpppnn", "logprobs_backward": "ppfpppppnnnn", "sample": "pppppnn",
+    "head_sample": "pnppppppppnnn", "head_logprobs": "pnpppfppppppnnn",
+}  # fmt: skip
 CODE = {"p": Address, "n": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int}
 
 

@@ -193,11 +193,11 @@ class Session:
         self._turns[number] = turn
         if completion.stop is Stop.ABORT:
             raise Aborted
-        text, shown = self.chat.reply_text(completion.ids), visible(self.chat, completion, params, self.params)
+        text = self.chat.reply_text(completion.ids)
+        shown = visible(self.chat, text, completion, params, self.params)
         whole = reply = reply_to(conversation, text, self.chat.parse(completion.ids, tools, prompt))
         if shown != text:
-            parts = self.chat.parts(shown, tools, self.chat.thinks(prompt))
-            reply = reply_to(conversation, shown, parts.message())
+            reply = reply_to(conversation, shown, self.chat.parts(shown, tools, self.chat.thinks(prompt)).message())
         kept = whole if isinstance(conversation, str) else reply  # a text that goes on has the stop string itself
         key, talk = (following(t, kept) for t in (conversation, talk))
         self.known.append(Known(key=plain(key), talk=talk, owner=owner, turn=turn))
@@ -336,10 +336,10 @@ def reply_to(conversation: Conversation, text: str, parsed: Message) -> Message:
     return parsed
 
 
-def visible(chat: "Chat", completion: Completion, params: SamplingParams, own: SamplingParams) -> str:
-    """The answer's text up to the first stop string or token of the request (`params`; `own`: the run's)."""
+def visible(chat: "Chat", text: str, completion: Completion, params: SamplingParams, own: SamplingParams) -> str:
+    """The answer's `text` up to the first stop string or token of the request (`params`; `own`: the run's)."""
     ended = completion.stop is Stop.STOP and {*completion.ids[-1:]} & {*params.stop_ids} - {*own.stop_ids}
-    text, shown = chat.reply_text(completion.ids), chat.reply_text(completion.ids[:-1] if ended else completion.ids)
+    shown = chat.reply_text(completion.ids[:-1]) if ended else text
     return min([shown, *(text.partition(s)[0] for s in params.stop if s not in own.stop)], key=len)
 
 
